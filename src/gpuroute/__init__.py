@@ -1,0 +1,1 @@
+"""gpuroute: a client-side router for self-hosted GPU inference."""

@@ -1,0 +1,85 @@
+"""One endpoint of the fleet as the registry describes it: immutable identity, labels and capacity.
+
+Nothing here changes while calls run; what a router learns about an endpoint lives in `state.EndpointState`.
+Fields and their meaning: `docs/registry.md`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+EMPTY: Mapping[str, str] = MappingProxyType({})
+
+
+class State(StrEnum):
+    """Where an endpoint is in its life: only `ready` and `cold` ones are given new calls."""
+
+    READY = "ready"
+    WARMING = "warming"
+    DRAINING = "draining"
+    COLD = "cold"
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """The accelerators behind an endpoint: `kind` ("H100"), their number, memory of one in GiB."""
+
+    kind: str = ""
+    count: int = 1
+    memory_gib: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """Hard limits stated by the registry; 0 means not stated."""
+
+    max_in_flight: int = 0
+    kv_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """TLS to one endpoint: the name to send and verify, and paths of PEM files."""
+
+    server_name: str = ""
+    ca: str = ""
+    cert: str = ""
+    key: str = field(default="", repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Immutable identity of one endpoint. `headers` are secret: they never appear in `repr`."""
+
+    id: str
+    url: str
+    protocol: str = "http"
+    engine: str = ""
+    model: str = ""
+    version: str = ""
+    adapters: tuple[str, ...] = ()
+    weight: float = 1.0
+    gpu: Gpu = Gpu()
+    capacity: Capacity = Capacity()
+    tls: Tls = Tls()
+    headers: Mapping[str, str] = field(default=EMPTY, repr=False, hash=False)
+    authority: str = ""
+    zone: str = ""
+    region: str = ""
+    state: State = State.READY
+    started_at: float = 0.0
+    cold_start_s: float = 0.0
+    price: float = 0.0
+    agent: str = ""
+    labels: Mapping[str, str] = field(default=EMPTY, hash=False)
+
+    @property
+    def takes_calls(self) -> bool:
+        """True if new calls may go here: in service and not drained by weight 0."""
+        return self.weight > 0 and self.state in (State.READY, State.COLD)
