@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-EMPTY: Mapping[str, str] = MappingProxyType({})
+
+def no_entries() -> Mapping[str, str]:
+    """An empty mapping (a plain dict, so that endpoints can be pickled and copied)."""
+    return {}
 
 
 class State(StrEnum):
@@ -68,7 +70,7 @@ class Endpoint:
     gpu: Gpu = Gpu()
     capacity: Capacity = Capacity()
     tls: Tls = Tls()
-    headers: Mapping[str, str] = field(default=EMPTY, repr=False, hash=False)
+    headers: Mapping[str, str] = field(default_factory=no_entries, repr=False, hash=False)
     authority: str = ""
     zone: str = ""
     region: str = ""
@@ -77,7 +79,7 @@ class Endpoint:
     cold_start_s: float = 0.0
     price: float = 0.0
     agent: str = ""
-    labels: Mapping[str, str] = field(default=EMPTY, hash=False)
+    labels: Mapping[str, str] = field(default_factory=no_entries, hash=False)
 
     @property
     def takes_calls(self) -> bool:

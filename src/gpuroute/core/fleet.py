@@ -6,7 +6,6 @@ A whole set makes a missed event harmless and lets the router diff by id, which 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ class PoolConfig:
     disabled: bool = False
     fallback_url: str = ""
     salt: str = ""
-    options: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}), hash=False)
+    options: Mapping[str, object] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,94 @@
+"""One send of a call to one endpoint: READY -> SENT -> STREAMING -> DONE.
+
+The attempt itself is the lease on the endpoint: while it is a member of `state.in_flight` it counts as load, and leaving
+that set is what ends it. So a second release is a no-op and a leak has an owner and an age.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gpuroute.core.endpoint import Endpoint
+    from gpuroute.core.outcome import Outcome
+    from gpuroute.core.state import EndpointState
+
+
+class Phase(IntEnum):
+    """How far an attempt got; it only ever rises."""
+
+    READY = 0
+    SENT = 1
+    STREAMING = 2
+    DONE = 3
+
+
+READY, SENT, STREAMING, DONE = Phase
+
+
+class Attempt:
+    """A live or finished send. Times are monotonic seconds. Methods are safe from any thread and never raise."""
+
+    __slots__ = (
+        "__weakref__",
+        "ended",
+        "first",
+        "number",
+        "outcome",
+        "phase",
+        "reached",
+        "reason",
+        "started",
+        "state",
+        "tokens",
+    )
+
+    def __init__(self, state: EndpointState, now: float, number: int = 1, tokens: int = 0) -> None:
+        self.state = state
+        self.started = now
+        self.number = number
+        self.tokens = tokens
+        self.phase: Phase = READY
+        self.reached: Phase = READY
+        self.first: float | None = None
+        self.ended: float | None = None
+        self.outcome: Outcome | None = None
+        self.reason = ""
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """The endpoint this attempt goes to."""
+        return self.state.endpoint
+
+    def sent(self, now: float) -> None:  # noqa: ARG002
+        """The request has been written completely: the endpoint may be acting on it."""
+        if self.phase is READY:
+            self.phase = self.reached = SENT
+
+    def first_token(self, now: float) -> None:
+        """The first byte of the answer has been handed to the caller: this attempt cannot be repeated."""
+        if self.phase < STREAMING:
+            self.phase = self.reached = STREAMING
+            self.first = now
+            self.state.first_token(self, now)
+
+    def finish(self, outcome: Outcome, now: float, reason: str = "") -> bool:
+        """Leave the endpoint and teach it; False if this attempt was finished before."""
+        state = self.state
+        try:
+            state.in_flight.remove(self)
+        except KeyError:
+            return False
+        state.pool.in_flight.discard(self)
+        self.phase = DONE
+        self.outcome = outcome
+        self.ended = now
+        if reason:
+            self.reason = reason
+        state.teach(self, outcome, now)
+        return True
+
+    def __repr__(self) -> str:
+        result = self.outcome.label if self.outcome else self.phase.name.lower()
+        return f"<Attempt {self.number} {self.state.id} {result}>"

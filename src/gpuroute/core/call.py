@@ -1,0 +1,181 @@
+"""One logical call: its deadline, its attempts, and whether there is another one.
+
+The state machine that every driver (sync, async, gRPC, simulator) runs::
+
+    while True:
+        while (pause := call.delay(now())) > 0: sleep(pause)
+        attempt = call.next_attempt(now())       # raises NoEndpointAvailable, DeadlineExceeded
+        ... send, classify ...
+        if not call.finish(attempt, outcome, now()): return or raise
+
+Rules: an attempt is repeated only before its first byte was handed to the caller, only if the request can be sent again,
+within attempts, deadline and budget. Once a request was fully sent, a reset or a timeout permits one further attempt
+only: a request that kills its server must not walk through the fleet.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from gpuroute.core.attempt import READY, STREAMING, Attempt, Phase
+from gpuroute.core.candidates import NOTHING_ASKED, Ask
+from gpuroute.core.outcome import Outcome
+from gpuroute.errors import DeadlineExceeded, NoEndpointAvailable
+
+if TYPE_CHECKING:
+    from gpuroute.core.pool import Pool
+    from gpuroute.core.state import EndpointState
+
+INF = math.inf
+
+
+class Call:
+    """Owned by one task or thread. Times are monotonic seconds."""
+
+    __slots__ = (
+        "ask",
+        "attempts",
+        "deadline",
+        "history",
+        "not_before",
+        "pool",
+        "replayable",
+        "started",
+        "tried",
+        "unanswered",
+    )
+
+    def __init__(
+        self,
+        pool: Pool,
+        now: float,
+        *,
+        ask: Ask = NOTHING_ASKED,
+        timeout: float | None = None,
+        attempts: int | None = None,
+        replayable: bool = True,
+    ) -> None:
+        self.pool = pool
+        self.ask = ask
+        self.started = now
+        self.deadline = INF if timeout is None else now + timeout
+        self.attempts = attempts or pool.rules.retry.attempts
+        self.replayable = replayable
+        self.history: list[Attempt] = []
+        self.tried: set[EndpointState] = set()
+        self.not_before = now
+        self.unanswered = 0
+        shared = pool.shared
+        shared.signals.calls += 1
+        with shared.lock:
+            pool.budget.deposit(now)
+
+    def time_left(self, now: float) -> float:
+        """Seconds until the deadline; infinite without one."""
+        return self.deadline - now
+
+    def delay(self, now: float) -> float:
+        """Seconds to wait before the next attempt: backoff, or every endpoint asked for a pause. 0 to go on.
+
+        A pause that would outlast the deadline is not waited for: `next_attempt` then says so at once.
+        """
+        pause = max(self.not_before - now, self.pool.pause_left(now))
+        return pause if 0 < pause < self.deadline - now else 0.0
+
+    def next_attempt(self, now: float) -> Attempt:
+        """Start the next attempt on the endpoint that the policy prefers.
+
+        Raises DeadlineExceeded if no time is left, NoEndpointAvailable if no endpoint may take it.
+        """
+        if now >= self.deadline:
+            self.pool.shared.signals.deadlines += 1
+            raise DeadlineExceeded(self._story(f"deadline exceeded after {now - self.started:.3f} s"))
+        attempt = self.pool.acquire(self.ask, now, self.tried, len(self.history) + 1)
+        if attempt is None:
+            raise self._nobody(now)
+        signals = self.pool.shared.signals
+        signals.attempts += 1
+        signals.retries += bool(self.history)
+        self.history.append(attempt)
+        self.tried.add(attempt.state)
+        return attempt
+
+    def finish(
+        self,
+        attempt: Attempt,
+        outcome: Outcome,
+        now: float,
+        *,
+        retry_after: float | None = None,
+        reason: str = "",
+        answered: bool = False,
+    ) -> bool:
+        """End an attempt and teach its endpoint; True if another attempt is due (see `delay`).
+
+        `retry_after`: seconds that the server asked for. `answered`: the server replied (with an error), so it was
+        not killed by this request. Finishing an attempt twice changes nothing and returns False.
+        """
+        reached = attempt.phase
+        if not attempt.finish(outcome, now, reason):
+            return False
+        rules = self.pool.rules.retry
+        if outcome is Outcome.OVERLOADED:
+            attempt.state.pause(now + rules.pause(retry_after, self.pool.shared.random))
+        if not outcome.retryable or not self._may_repeat(reached, answered=answered):
+            return False
+        return self._schedule(reached, outcome, now)
+
+    def close(self, now: float) -> None:
+        """Release whatever is still live as CANCELLED. Idempotent; the end of every driver's `finally`."""
+        for attempt in self.history:
+            attempt.finish(Outcome.CANCELLED, now)
+
+    def _may_repeat(self, reached: Phase, *, answered: bool) -> bool:
+        if reached >= STREAMING or len(self.history) >= self.attempts:
+            return False
+        if reached is READY:
+            return True  # it never left, so even a one-shot body is still whole
+        self.unanswered += not answered
+        return self.replayable and self.unanswered < 2
+
+    def _schedule(self, reached: Phase, outcome: Outcome, now: float) -> bool:
+        """Withdraw the retry from the budget now, at scheduling, so that waiting retries cannot all fire at once."""
+        pool, random = self.pool, self.pool.shared.random
+        elsewhere = any(state.admitted and state not in self.tried for state in pool.snapshot.routable[:64])
+        at_once = elsewhere and (reached is READY or outcome is Outcome.OVERLOADED)
+        wait = 0.0 if at_once else pool.rules.retry.backoff(len(self.history), random)
+        if now + wait >= self.deadline:
+            return False
+        with pool.shared.lock:
+            paid = pool.budget.try_withdraw(now)
+        if not paid:
+            pool.shared.signals.retries_denied += 1
+            return False
+        self.not_before = now + wait
+        return True
+
+    def _nobody(self, now: float) -> NoEndpointAvailable:
+        pool = self.pool
+        pool.shared.signals.no_endpoint += 1
+        retry_after = pool.retry_after(now)
+        size, routable = len(pool.snapshot.states), len(pool.snapshot.routable)
+        if not size:
+            why = "the registry lists no endpoint for it"
+        elif not routable:
+            why = f"none of its {size} endpoints is in service (drained, warming or weight 0)"
+        else:
+            why = f"none of its {routable} endpoints may take a call now"
+        soon = "" if retry_after is None else f"; the earliest returns in {retry_after:.2f} s"
+        return NoEndpointAvailable(self._story(f"pool {pool.name!r}: {why}{soon}"), retry_after=retry_after)
+
+    def _story(self, text: str) -> str:
+        story = self.story()
+        return f"{text} ({story})" if story else text
+
+    def story(self) -> str:
+        """The attempts in one line for error notes: `2 attempts: gpu-7 503, gpu-2 connection refused`."""
+        if not self.history:
+            return ""
+        parts = (f"{a.state.id} {a.reason or (a.outcome.label if a.outcome else 'live')}" for a in self.history)
+        return f"{len(self.history)} attempt{'s' * (len(self.history) != 1)}: {', '.join(parts)}"

@@ -1,0 +1,145 @@
+"""Where candidates come from: small sources, each O(1) in the size of the fleet, that compose with any cost.
+
+A pick must cost the same at 10 and at 10,000 endpoints, so no source but `everyone` (small pools) looks at all of them.
+"""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from gpuroute.core.state import EndpointState
+
+
+class Ask:
+    """What a pick may know of its call: `key` (session, ring position), `ladder` (prefix hashes, shallow to deep)
+    and `tokens` (prompt tokens, an estimate)."""
+
+    __slots__ = ("key", "ladder", "tokens")
+
+    def __init__(self, key: int | None = None, ladder: Sequence[int] = (), tokens: int = 0) -> None:
+        self.key = key
+        self.ladder = ladder
+        self.tokens = tokens
+
+
+NOTHING_ASKED = Ask()
+
+
+class Candidates(Protocol):
+    """A source: immutable, built once per snapshot, safe from any thread."""
+
+    def __call__(self, ask: Ask) -> Sequence[EndpointState]:
+        """The endpoints to compare for this call, in order of preference when costs are equal."""
+
+
+class Weighted:
+    """One endpoint at random, in proportion to weight (Vose's alias table: two comparisons, any number of endpoints)."""
+
+    __slots__ = ("_alias", "_random", "_share", "states")
+
+    def __init__(self, states: Sequence[EndpointState], random: Callable[[], float]) -> None:
+        self.states = states
+        self._random = random
+        weights = [state.endpoint.weight for state in states]
+        self._share, self._alias = alias_table(weights)
+
+    def one(self) -> EndpointState:
+        """A draw; the pool must not be empty."""
+        spot = self._random() * len(self.states)
+        index = int(spot)
+        return self.states[index if spot - index < self._share[index] else self._alias[index]]
+
+    def __call__(self, ask: Ask) -> Sequence[EndpointState]:  # noqa: ARG002
+        return (self.one(),)
+
+
+class TwoRandom:
+    """Two distinct endpoints, without replacement; weighted only if the weights differ."""
+
+    __slots__ = ("_random", "_weighted", "states")
+
+    def __init__(self, states: Sequence[EndpointState], random: Callable[[], float]) -> None:
+        self.states = states
+        self._random = random
+        even = len({state.endpoint.weight for state in states}) <= 1
+        self._weighted = None if even else Weighted(states, random)
+
+    def __call__(self, ask: Ask) -> Sequence[EndpointState]:  # noqa: ARG002
+        states = self.states
+        size = len(states)
+        if size < 3:
+            return states if self._weighted is None or size < 2 else self._two_by_weight()
+        if self._weighted is not None:
+            return self._two_by_weight()
+        random = self._random
+        first = int(random() * size)
+        second = int(random() * (size - 1))
+        return states[first], states[second + (second >= first)]
+
+    def _two_by_weight(self) -> Sequence[EndpointState]:
+        assert self._weighted is not None
+        first = self._weighted.one()
+        for _ in range(4):
+            second = self._weighted.one()
+            if second is not first:
+                return first, second
+        # One endpoint holds nearly all the weight: comparing it with itself is what its weight asks for.
+        return (first,)
+
+
+class DRandom:
+    """`d` distinct endpoints at random; everyone when the pool has at most `all_up_to`."""
+
+    __slots__ = ("_d", "_random", "states")
+
+    def __init__(
+        self, states: Sequence[EndpointState], random: Callable[[], float], d: int = 4, all_up_to: int = 16
+    ) -> None:
+        self.states = states
+        self._random = random
+        self._d = len(states) if len(states) <= all_up_to else d
+
+    def __call__(self, ask: Ask) -> Sequence[EndpointState]:  # noqa: ARG002
+        states, random, size = self.states, self._random, len(self.states)
+        if self._d == size:
+            start = int(random() * size)
+            return (*states[start:], *states[:start])
+        chosen: dict[int, EndpointState] = {}
+        while len(chosen) < self._d:
+            index = int(random() * size)
+            chosen[index] = states[index]
+        return tuple(chosen.values())
+
+
+class Rotation:
+    """Everyone in turn. The counter is shared by all threads: `next()` on it is atomic."""
+
+    __slots__ = ("_turn", "states")
+
+    def __init__(self, states: Sequence[EndpointState], random: Callable[[], float]) -> None:
+        self.states = states
+        # A random start: a hundred processes that boot together must not walk in step.
+        self._turn = count(int(random() * len(states)) if states else 0)
+
+    def __call__(self, ask: Ask) -> Sequence[EndpointState]:  # noqa: ARG002
+        return (self.states[next(self._turn) % len(self.states)],)
+
+
+def alias_table(weights: Sequence[float]) -> tuple[list[float], list[int]]:
+    """Vose's alias method: `(share, alias)` with which a weighted draw costs O(1). Weights must be positive."""
+    size, total = len(weights), sum(weights)
+    scaled = [weight * size / total for weight in weights]
+    small = [i for i, share in enumerate(scaled) if share < 1]
+    large = [i for i, share in enumerate(scaled) if share >= 1]
+    share, alias = [1.0] * size, list(range(size))
+    while small and large:
+        low, high = small.pop(), large[-1]
+        share[low], alias[low] = scaled[low], high
+        scaled[high] -= 1 - scaled[low]
+        if scaled[high] < 1:
+            small.append(large.pop())
+    return share, alias

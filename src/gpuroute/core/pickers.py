@@ -1,0 +1,235 @@
+"""Named policies: a source of candidates times a cost.
+
+A picker is immutable and built once per snapshot; `pick` never blocks, reads no clock and builds no object per candidate.
+When none of its candidates is admitted it falls back to a scan, so it returns None only if the pool has nobody to offer.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Protocol
+
+from gpuroute.core.candidates import Ask, Candidates, DRandom, Rotation, TwoRandom, Weighted
+from gpuroute.core.placement import Placements
+from gpuroute.core.ring import Ring
+from gpuroute.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Container, Iterable, Sequence
+
+    from gpuroute.core.state import EndpointState
+
+INF = math.inf
+LOAD_FACTOR = 1.25  # consistent hashing with bounded loads (Mirrokni et al. 2018) at the c that Google and Vimeo use
+LOAD_FLOOR = 2.0  # below that many above the mean it is noise: without a floor every second call would spill
+HOME_DEPTHS = 3  # homes are those of 1, 2 or 8 KiB of prompt: deeper keys are unique to one conversation
+
+
+class Cost(Protocol):
+    """A comparable price of sending this call there; lower is better."""
+
+    def __call__(self, state: EndpointState, ask: Ask) -> float: ...
+
+
+class Picker(Protocol):
+    """Chooses an endpoint for one attempt. Safe from any thread."""
+
+    wants_ladder: bool
+    ring: Ring | None
+
+    def pick(self, ask: Ask, tried: Container[EndpointState] = ()) -> EndpointState | None:
+        """An admitted endpoint that is not in `tried`, or None."""
+
+    def consider(self, ask: Ask) -> Iterable[tuple[EndpointState, float, str]]:
+        """What a pick would compare now: endpoint, cost, and why it is a candidate. For people."""
+
+
+class Kit:
+    """What pickers are built from: the routable endpoints of one snapshot and what outlives it."""
+
+    __slots__ = ("by_id", "placements", "previous_ring", "random", "ring_of", "states")
+
+    def __init__(
+        self,
+        states: Sequence[EndpointState],
+        random: Callable[[], float],
+        placements: Placements | None = None,
+        previous_ring: Ring | None = None,
+    ) -> None:
+        self.states = tuple(states)
+        self.by_id = {state.id: state for state in states}
+        self.random = random
+        self.placements = placements or Placements()
+        self.previous_ring = previous_ring or Ring()
+
+    def ring(self) -> Ring:
+        """The ring of these endpoints, grown from the previous one."""
+        weights = {state.id: state.endpoint.weight for state in sorted(self.states, key=lambda s: s.id)}
+        return self.previous_ring.extended(weights)
+
+
+def one(state: EndpointState, ask: Ask) -> float:  # noqa: ARG001
+    """Every endpoint costs the same: the first candidate wins."""
+    return 1.0
+
+
+def in_flight(state: EndpointState, ask: Ask) -> float:  # noqa: ARG001
+    """Own attempts in flight per unit of weight."""
+    return len(state.in_flight) * state.inverse_weight
+
+
+class Cheapest:
+    """The cheapest admitted candidate; a scan from a random place when there is none."""
+
+    wants_ladder = False
+    ring: Ring | None = None
+
+    def __init__(self, kit: Kit, candidates: Candidates, cost: Cost) -> None:
+        self._kit = kit
+        self._candidates = candidates
+        self._cost = cost
+
+    def pick(self, ask: Ask, tried: Container[EndpointState] = ()) -> EndpointState | None:
+        best, best_cost, cost_of = None, INF, self._cost
+        for state in self._candidates(ask):
+            if len(state.in_flight) < state.limit and state not in tried:
+                cost = cost_of(state, ask)
+                if cost < best_cost:
+                    best, best_cost = state, cost
+        return best or first_admitted(self._kit, tried)
+
+    def consider(self, ask: Ask) -> Iterable[tuple[EndpointState, float, str]]:
+        return [(state, self._cost(state, ask), "candidate") for state in self._candidates(ask)]
+
+
+class PowerOfTwo:
+    """`Cheapest(TwoRandom, in_flight)` written out: the default miss path of every other policy, 40 % faster
+    than the composed form (`gpuroute bench pick`)."""
+
+    wants_ladder = False
+    ring: Ring | None = None
+
+    def __init__(self, kit: Kit) -> None:
+        self._kit = kit
+        self._two = TwoRandom(kit.states, kit.random)
+
+    def pick(self, ask: Ask, tried: Container[EndpointState] = ()) -> EndpointState | None:
+        two = self._two(ask)
+        if len(two) == 2:
+            a, b = two
+            load_a, load_b = len(a.in_flight), len(b.in_flight)
+            if load_a < a.limit and load_b < b.limit and not tried:
+                return a if load_a * a.inverse_weight <= load_b * b.inverse_weight else b
+        return self._pick_with_care(two, ask, tried)
+
+    def _pick_with_care(
+        self, two: Sequence[EndpointState], ask: Ask, tried: Container[EndpointState]
+    ) -> EndpointState | None:
+        fit = [state for state in two if state.admitted and state not in tried]
+        return min(fit, key=lambda state: in_flight(state, ask)) if fit else first_admitted(self._kit, tried)
+
+    def consider(self, ask: Ask) -> Iterable[tuple[EndpointState, float, str]]:
+        return [(state, in_flight(state, ask), "random") for state in self._two(ask)]
+
+
+class Homes:
+    """The home of a key on the ring, walked on while it is over the load bound; without a key, two random."""
+
+    def __init__(self, kit: Kit, *, wants_ladder: bool) -> None:
+        self.wants_ladder = wants_ladder
+        self._ring = kit.ring()
+        self.ring: Ring | None = self._ring
+        self._kit = kit
+        self._miss = PowerOfTwo(kit)
+        self._mean_share = 1.0 / max(1e-300, sum(state.endpoint.weight for state in kit.states))
+
+    def pick(self, ask: Ask, tried: Container[EndpointState] = ()) -> EndpointState | None:
+        key, owner = self._home(ask)
+        if key is None or not self._kit.states:
+            return self._miss.pick(ask, tried)
+        state = self._kit.by_id.get(owner) if owner else None
+        if state is not None and state not in tried and self._fits(state):
+            return state
+        return self._walk(key, tried) or self._miss.pick(ask, tried)
+
+    def consider(self, ask: Ask) -> Iterable[tuple[EndpointState, float, str]]:
+        key, owner = self._home(ask)
+        if key is None or not self._kit.states:
+            return self._miss.consider(ask)
+        placed = [self._kit.by_id[owner]] if owner in self._kit.by_id else []
+        homes = [self._kit.by_id[home] for home, _ in zip(self._ring.homes(key), range(4), strict=False)]
+        rows = [(state, in_flight(state, ask), "placed before") for state in placed]
+        return rows + [(state, in_flight(state, ask), "home") for state in homes if state not in placed]
+
+    def _home(self, ask: Ask) -> tuple[int | None, str | None]:
+        """The ring position of the call, and the endpoint that had its longest prefix before."""
+        if ask.key is not None:
+            return ask.key, None
+        ladder = ask.ladder
+        if not self.wants_ladder or not ladder:
+            return None, None
+        return ladder[min(len(ladder), HOME_DEPTHS) - 1], self._kit.placements.deepest(ladder)
+
+    def _walk(self, key: int, tried: Container[EndpointState]) -> EndpointState | None:
+        by_id = self._kit.by_id
+        state = by_id[self._ring.home(key)]
+        if state not in tried and self._fits(state):
+            return state
+        for owner in self._ring.homes(key):
+            state = by_id[owner]
+            if state not in tried and self._fits(state):
+                return state
+        return None
+
+    def _fits(self, state: EndpointState) -> bool:
+        """Admitted, and one more call keeps it within max(1.25 x mean, mean + 2) of its share."""
+        load = len(state.in_flight)
+        if load >= state.limit:
+            return False
+        total = len(state.pool.in_flight)
+        mean = (total + 1) * state.endpoint.weight * self._mean_share
+        return load + 1 <= max(LOAD_FACTOR * mean, mean + LOAD_FLOOR)
+
+
+def first_admitted(kit: Kit, tried: Container[EndpointState]) -> EndpointState | None:
+    """The first admitted endpoint from a random place on: the slow path when most are closed."""
+    states, size = kit.states, len(kit.states)
+    start = int(kit.random() * size)
+    for offset in range(size):
+        state = states[(start + offset) % size]
+        if state.admitted and state not in tried:
+            return state
+    return None
+
+
+POLICIES: dict[str, Callable[[Kit], Picker]] = {
+    "random": lambda kit: Cheapest(kit, Weighted(kit.states, kit.random), one),
+    "round_robin": lambda kit: Cheapest(kit, Rotation(kit.states, kit.random), one),
+    "p2c": PowerOfTwo,
+    "least_request": lambda kit: Cheapest(kit, DRandom(kit.states, kit.random), in_flight),
+    "prefix": lambda kit: Homes(kit, wants_ladder=True),
+    "session": lambda kit: Homes(kit, wants_ladder=False),
+    "auto": lambda kit: Homes(kit, wants_ladder=True),
+}
+
+
+class Nobody:
+    """The picker of an empty pool."""
+
+    wants_ladder = False
+    ring: Ring | None = None
+
+    def pick(self, ask: Ask, tried: Container[EndpointState] = ()) -> EndpointState | None:  # noqa: ARG002
+        return None
+
+    def consider(self, ask: Ask) -> Iterable[tuple[EndpointState, float, str]]:  # noqa: ARG002
+        return ()
+
+
+def build_picker(policy: str, kit: Kit) -> Picker:
+    """The picker of a policy for one snapshot; ConfigError if the name is unknown."""
+    try:
+        build = POLICIES[policy]
+    except KeyError:
+        raise ConfigError(f"policy {policy!r} is unknown; accepted: {', '.join(POLICIES)}") from None
+    return build(kit) if kit.states else Nobody()

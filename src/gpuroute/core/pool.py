@@ -1,0 +1,161 @@
+"""One pool: the long-lived object behind a name. Holds the current snapshot, the budget and what all endpoints share.
+
+`acquire` is the whole admission path: pick, start the attempt, and when nobody is admitted decide between "wait, they
+said when", "take a sick one rather than none" (panic, fail open) and "nobody".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from gpuroute.core.breaker import BreakerRules
+from gpuroute.core.budget import Budget
+from gpuroute.core.candidates import NOTHING_ASKED, Ask
+from gpuroute.core.fleet import PoolSpec
+from gpuroute.core.placement import Placements
+from gpuroute.core.retry import RetryRules
+from gpuroute.core.snapshot import Snapshot, Survivors
+from gpuroute.core.state import INF, PAUSE, EndpointState, Lock, NoLock, PoolState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Container
+
+    from gpuroute.core.attempt import Attempt
+
+
+@dataclass(frozen=True, slots=True)
+class PoolRules:
+    """The effective settings of a pool: policy, retries, budget, breaker; durations in seconds.
+
+    `panic` says what happens when no endpoint is admitted: "fail_open" tries one all the same, "fail_fast" raises.
+    """
+
+    policy: str = "auto"
+    timeout: float | None = None
+    max_in_flight: int | None = None
+    panic: str = "fail_open"
+    retry: RetryRules = RetryRules()
+    breaker: BreakerRules = BreakerRules()
+    budget_ratio: float = 0.2
+    budget_floor: float = 10.0
+
+
+class Pool:
+    """All that is known of one pool. Safe from any thread; `update` calls must not overlap each other."""
+
+    __slots__ = ("budget", "lock", "name", "placements", "rules", "shared", "snapshot", "spec", "survivors")
+
+    def __init__(
+        self,
+        spec: PoolSpec,
+        rules: PoolRules,
+        *,
+        random: Callable[[], float],
+        now: float = 0.0,
+        make_lock: Callable[[], Lock] = NoLock,
+    ) -> None:
+        self.name = spec.name
+        self.shared = PoolState(random, rules.breaker, make_lock)
+        self.lock = make_lock()
+        self.budget = Budget(rules.budget_ratio, rules.budget_floor)
+        self.placements = Placements()
+        self.survivors = Survivors(self.shared)
+        self.snapshot = Snapshot((), policy=rules.policy, random=random)
+        self.spec = PoolSpec(spec.name)
+        self.rules = rules
+        self.update(spec, rules, now)
+
+    @property
+    def wants_ladder(self) -> bool:
+        """True if the policy can use prompt prefixes: otherwise bodies need not be read."""
+        return self.snapshot.picker.wants_ladder
+
+    def update(self, spec: PoolSpec, rules: PoolRules, now: float) -> None:
+        """Adopt a new registry view; endpoints that stay keep their state. Nothing is rebuilt if nothing changed."""
+        if spec == self.spec and rules == self.rules:
+            return
+        before = self.snapshot
+        self.rules = rules
+        self.spec = spec
+        self.snapshot = Snapshot(
+            self.survivors.adopt(spec.endpoints, now, rules.max_in_flight),
+            policy=rules.policy,
+            random=self.shared.random,
+            placements=self.placements,
+            ring=before.picker.ring,
+        )
+
+    def pick(self, ask: Ask = NOTHING_ASKED, tried: Container[EndpointState] = ()) -> EndpointState | None:
+        """The endpoint for one attempt, or None; untried ones first, then any."""
+        picker = self.snapshot.picker
+        return picker.pick(ask, tried) or (picker.pick(ask) if tried else None)
+
+    def acquire(self, ask: Ask, now: float, tried: Container[EndpointState] = (), number: int = 1) -> Attempt | None:
+        """Start an attempt on the best endpoint, or None if no endpoint may take one."""
+        if now >= self.shared.wake_at:
+            self.tick(now)
+        state = self.pick(ask, tried)
+        while state is not None:
+            attempt = state.acquire(now, number, ask.tokens)
+            if attempt is not None:
+                self._placed(ask, state)
+                return attempt
+            state = self.pick(ask, tried)  # a limit was reached in between: that endpoint is not admitted now
+        return self._acquire_in_panic(ask, now, tried, number) if self.rules.panic == "fail_open" else None
+
+    def tick(self, now: float) -> None:
+        """Lift caps whose time has passed."""
+        with self.lock:
+            self.shared.wake_at = INF
+            for state in tuple(self.shared.limited):
+                state.tick(now)
+            pending = [until for state in tuple(self.shared.limited) for until in state.until.values()]
+            self.shared.wake_at = min(pending, default=INF)
+
+    def pause_left(self, now: float) -> float:
+        """Seconds until an endpoint takes calls again, if all that could are pausing on request; else 0."""
+        if not self.shared.limited:
+            return 0.0
+        if now >= self.shared.wake_at:
+            self.tick(now)
+        soonest = INF
+        for state in self.snapshot.routable:
+            if state.admitted:
+                return 0.0
+            if PAUSE in state.until:
+                soonest = min(soonest, state.until[PAUSE])
+            elif state.admitted_in_panic and self.rules.panic == "fail_open":
+                return 0.0
+        return 0.0 if soonest == INF else max(0.0, soonest - now)
+
+    def retry_after(self, now: float) -> float | None:
+        """Seconds until the earliest closed endpoint may be tried again, for error messages; None if unknown."""
+        moments = [until for state in self.snapshot.routable for until in tuple(state.until.values()) if until < INF]
+        return max(0.0, min(moments) - now) if moments else None
+
+    def _acquire_in_panic(self, ask: Ask, now: float, tried: Container[EndpointState], number: int) -> Attempt | None:
+        routable = self.snapshot.routable
+        start = int(self.shared.random() * len(routable))
+        order = (*routable[start:], *routable[:start])
+        for state in sorted(order, key=lambda state: state in tried):
+            attempt = state.acquire_in_panic(now, number, ask.tokens)
+            if attempt is not None:
+                self.shared.signals.panic_picks += 1
+                return attempt
+        return None
+
+    def _placed(self, ask: Ask, state: EndpointState) -> None:
+        if ask.ladder and self.snapshot.picker.wants_ladder:
+            self.placements.remember(ask.ladder, state.id)
+
+
+def merge_rules(rules: PoolRules, spec: PoolSpec, explicit: Container[str] = ()) -> PoolRules:
+    """Rules with the registry's pool config applied, except for the fields that were set explicitly by the user."""
+    config = spec.config
+    found = {"policy": config.policy, "timeout": config.timeout, "max_in_flight": config.max_in_flight}
+    changes = {name: value for name, value in found.items() if value is not None and name not in explicit}
+    merged = replace(rules, **changes) if changes else rules  # type: ignore[arg-type]
+    if config.attempts is not None and "attempts" not in explicit:
+        merged = replace(merged, retry=replace(merged.retry, attempts=config.attempts))
+    return merged

@@ -1,0 +1,28 @@
+"""Counters of what the core did, and of what it refrained from doing.
+
+Plain integers: a lost increment under a race costs a unit in a graph, a lock on every call would cost all callers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+
+@dataclass(slots=True)
+class Signals:
+    """Totals of one pool since the router started."""
+
+    calls: int = 0
+    attempts: int = 0
+    retries: int = 0
+    retries_denied: int = 0
+    panic_picks: int = 0
+    no_endpoint: int = 0
+    deadlines: int = 0
+    pauses: int = 0
+    breaker_opened: int = 0
+    keyless: int = 0
+
+    def as_dict(self) -> dict[str, int]:
+        """A copy, for JSON."""
+        return asdict(self)

@@ -1,0 +1,81 @@
+"""One immutable view of a pool: the states, and the picker built for them.
+
+A new view is made for every registry change and swapped by one reference, so a pick never sees half an update (grpc-go's
+immutable Picker). Endpoints that stay keep their `EndpointState`, found by id; those that left are remembered for a
+while, because a key that flaps must come back with its breaker, its load and its history (case E9).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+from gpuroute.core.pickers import Kit, Picker, build_picker
+from gpuroute.core.state import CAPACITY, INF, EndpointState, PoolState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from gpuroute.core.endpoint import Endpoint
+    from gpuroute.core.placement import Placements
+    from gpuroute.core.ring import Ring
+
+MAX_DEPARTED = 1_000
+
+
+class Snapshot:
+    """Immutable: `states` (all), `routable` (those that take new calls), `by_id`, `picker`."""
+
+    __slots__ = ("by_id", "kit", "picker", "policy", "routable", "states")
+
+    def __init__(
+        self,
+        states: Iterable[EndpointState],
+        *,
+        policy: str,
+        random: Callable[[], float],
+        placements: Placements | None = None,
+        ring: Ring | None = None,
+    ) -> None:
+        self.states = tuple(states)
+        self.by_id = {state.id: state for state in self.states}
+        self.routable = tuple(state for state in self.states if state.endpoint.takes_calls)
+        self.policy = policy
+        self.kit = Kit(self.routable, random, placements, ring)
+        self.picker: Picker = build_picker(policy, self.kit)
+
+
+class Survivors:
+    """Finds the state of an endpoint again across updates. The caller locks."""
+
+    __slots__ = ("_departed", "_live", "_pool")
+
+    def __init__(self, pool: PoolState) -> None:
+        self._pool = pool
+        self._live: dict[str, EndpointState] = {}
+        self._departed: OrderedDict[str, EndpointState] = OrderedDict()
+
+    def adopt(self, endpoints: Iterable[Endpoint], now: float, max_in_flight: int | None) -> list[EndpointState]:
+        """States for these endpoints, old ones where the id and the address are the same."""
+        wanted = {endpoint.id: endpoint for endpoint in endpoints}
+        for gone in [id_ for id_ in self._live if id_ not in wanted]:
+            self._departed[gone] = self._live.pop(gone)
+        states = [self._state(endpoint, now) for endpoint in wanted.values()]
+        for state in states:
+            cap = state.endpoint.capacity.max_in_flight or max_in_flight or INF
+            if cap != state.caps.get(CAPACITY, INF):
+                state.set_cap(CAPACITY, cap)
+        while len(self._departed) > MAX_DEPARTED:
+            _, state = self._departed.popitem(last=False)
+            self._pool.limited.discard(state)
+        return states
+
+    def _state(self, endpoint: Endpoint, now: float) -> EndpointState:
+        state = self._live.get(endpoint.id) or self._departed.pop(endpoint.id, None)
+        # Another address under the same id is another server: nothing that was learned applies to it.
+        if state is None or state.endpoint.url != endpoint.url:
+            state = EndpointState(endpoint, self._pool, now)
+        elif state.endpoint is not endpoint:
+            state.adopt(endpoint)
+        self._live[endpoint.id] = state
+        return state
