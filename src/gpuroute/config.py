@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from gpuroute.core.pickers import POLICIES
 from gpuroute.errors import ConfigError
 from gpuroute.forms import (
     BOOLEAN,
@@ -68,22 +69,16 @@ class Settings:
         "File (mode 0600) that keeps the last good fleet, to start from when the registry is down.",
     )
     etcd_user: str | None = _row(None, WORD, "User name for etcd.")
-    etcd_password: Secret | None = _row(None, SECRET, "Password for etcd.")  # noqa: RUF009
-    etcd_ca: str | None = _row(
-        None, FILE, "PEM file of the authorities that etcd's certificate is checked against."
-    )
+    etcd_password: Secret | None = _row(None, SECRET, "Password for etcd.")
+    etcd_ca: str | None = _row(None, FILE, "PEM file of the authorities that etcd's certificate is checked against.")
     etcd_cert: str | None = _row(None, FILE, "PEM file of the client certificate for etcd (mTLS).")
     etcd_key: str | None = _row(None, FILE, "PEM file of the key of that certificate.")
-    policy: str = _row("auto", WORD, "How an endpoint is picked: the names are in `docs/index.md`.")
+    policy: str = _row("auto", choice(*POLICIES), "How an endpoint is picked.")
     timeout: float | None = _row(None, DURATION, "Deadline of a call over all attempts and waits.")
     attempts: int = _row(3, COUNT, "Most attempts of one call, the first included.")
-    connect_timeout: float = _row(
-        1.0, DURATION, "Limit of one connect while the pool has other endpoints to try."
-    )
+    connect_timeout: float = _row(1.0, DURATION, "Limit of one connect while the pool has other endpoints to try.")
     retry_budget: float = _row(0.2, PERCENT, "Retries and hedges allowed, as a share of calls.")
-    retry_floor: float = _row(
-        10.0, RATE, "Retries that are always allowed, so that a quiet client can retry too."
-    )
+    retry_floor: float = _row(10.0, RATE, "Retries that are always allowed, so that a quiet client can retry too.")
     max_in_flight: int | None = _row(None, COUNT, "Most calls of this process at one endpoint at a time.")
     zone: str | None = _row(None, WORD, "Zone that this process runs in.")
     region: str | None = _row(None, WORD, "Region that this process runs in.")
@@ -92,28 +87,20 @@ class Settings:
     log_level: str | None = _row(
         None, choice("debug", "info", "warning", "error", "critical"), "Level of the logger `gpuroute`."
     )
-    disabled: bool = _row(
-        False, BOOLEAN, "Kill switch: every call goes to the fallback URL, nothing is routed."
-    )
+    disabled: bool = _row(False, BOOLEAN, "Kill switch: every call goes to the fallback URL, nothing is routed.")
     fallback_url: str | None = _row(None, URL, "Where calls go that are not routed.")
-    rollout: float = _row(
-        1.0, PERCENT, "Stable share of calls that is routed; the rest goes to the fallback URL."
-    )
+    rollout: float = _row(1.0, PERCENT, "Stable share of calls that is routed; the rest goes to the fallback URL.")
     ready_timeout: float = _row(5.0, DURATION, "How long a first call waits for the first view of the fleet.")
-    passthrough: bool = _row(
-        False, BOOLEAN, "Send a call whose host is no pool to that host, instead of refusing it."
-    )
+    passthrough: bool = _row(False, BOOLEAN, "Send a call whose host is no pool to that host, instead of refusing it.")
     empty_grace: float = _row(
         10.0,
         DURATION_OR_ZERO,
         "How long the last endpoints stay in use after the registry says that none are left.",
     )
-    salt: Secret | None = _row(None, SECRET, "Seed of prefix hashes, common to clients that share homes.")  # noqa: RUF009
+    salt: Secret | None = _row(None, SECRET, "Seed of prefix hashes, common to clients that share homes.")
     tenant: str | None = _row(None, WORD, "Name that this client's calls are accounted to. Not a credential.")
     breaker_failures: int = _row(5, COUNT, "Consecutive failures that open an endpoint's breaker.")
-    breaker_open: float = _row(
-        5.0, DURATION, "How long an open breaker waits before it lets one probe through."
-    )
+    breaker_open: float = _row(5.0, DURATION, "How long an open breaker waits before it lets one probe through.")
     panic: str = _row(
         "fail_open",
         choice("fail_open", "fail_fast"),
@@ -264,11 +251,7 @@ def _contradictions(settings: Settings) -> Iterator[str]:
         yield f"{named('disabled')} is set without {variable('fallback_url')}: calls would have nowhere to go"
     if settings.rollout < 1 and not settings.fallback_url:
         yield f"{named('rollout')} is below 100% without {variable('fallback_url')} for the rest of the calls"
-    if (
-        settings.timeout
-        and settings.source("connect_timeout") != DEFAULT
-        and settings.connect_timeout > settings.timeout
-    ):
+    if settings.timeout and settings.source("connect_timeout") != DEFAULT and settings.connect_timeout > settings.timeout:
         yield f"{named('connect_timeout')} is longer than {named('timeout')}: it could never be reached"
 
 
@@ -285,8 +268,10 @@ def _unknown_argument(name: str) -> str:
 
 
 def _did_you_mean(name: str, known: set[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    return f" (did you mean {near[0]}?)" if near else ""
+    # Without the common prefix, which would make every two names look alike.
+    suffixes = {other.removeprefix(PREFIX): other for other in known}
+    near = difflib.get_close_matches(name.removeprefix(PREFIX), suffixes, n=1)
+    return f" (did you mean {suffixes[near[0]]}?)" if near else ""
 
 
 def _raise_if(problems: list[str]) -> None:

@@ -1,0 +1,66 @@
+"""The `gpuroute` command.
+
+Every subcommand is a module of this package with two functions, `add_parser(subparsers)` and `run(args) -> int`.
+Only `gpuroute COMMAND` imports what COMMAND needs, so that help and errors stay quick.
+
+Exit codes: 0 done, 1 the command's own "no", 2 wrong use or a `GpurouteError` (one line on stderr), 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+from gpuroute.errors import GpurouteError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+COMMANDS = {
+    "demo": "watch a small fleet lose, slow down, drain and gain endpoints under real traffic",
+    "endpoints": "list what a router would see",
+    "register": "keep an endpoint in the registry until SIGTERM",
+    "config": "print the effective settings and where each comes from",
+    "simulate": "judge policies on a simulated fleet",
+    "agent": "report for the engine on this machine",
+    "chaos": "break a fleet on purpose and count what callers notice",
+    "bench": "measure what routing costs",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; never raises but for `SystemExit` on wrong use."""
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        code = _run(argv)
+        sys.stdout.flush()
+    except GpurouteError as error:
+        print(f"gpuroute: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader (`head`, `less`) has what it wanted; the interpreter must not flush into the closed pipe at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return code
+
+
+def _run(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="gpuroute", description="Client-side router for GPU inference.")
+    parser.add_argument("--version", action="version", version=f"gpuroute {version('gpuroute')}")
+    subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
+    chosen = next((word for word in argv if not word.startswith("-")), None)
+    for name, summary in COMMANDS.items():
+        if name != chosen:
+            subparsers.add_parser(name, help=summary)
+    if chosen in COMMANDS:
+        command = importlib.import_module(f"gpuroute.cli.{chosen}")
+        command.add_parser(subparsers)
+        return int(command.run(parser.parse_args(argv)))
+    parser.parse_args(argv)
+    return 2
