@@ -1,0 +1,32 @@
+"""Shared by all tests: no GPUROUTE_* of the developer's shell, and one way to wait for something."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests see only the GPUROUTE_* variables that they set."""
+    for name in [name for name in os.environ if name.startswith("GPUROUTE_")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def eventually() -> Callable[..., None]:
+    """Wait until a condition holds, or fail saying which one: `eventually(lambda: x == 1, "x is 1", within=5)`."""
+
+    def wait(condition: Callable[[], object], what: str = "the condition", within: float = 10.0) -> None:
+        deadline = time.monotonic() + within
+        while not condition():
+            assert time.monotonic() < deadline, f"{what} did not come true within {within} s"
+            time.sleep(0.01)
+
+    return wait
