@@ -1,0 +1,117 @@
+"""The layers hold: who imports whom, what the core must not touch, what `import gpuroute` may load."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gpuroute
+
+ROOT = Path(gpuroute.__file__).parent
+FILES = sorted(ROOT.rglob("*.py"))
+ANYTHING_PUBLIC = {"router", "config", "registry", "engines", "observe", "core", "errors", "public"}
+
+MAY_IMPORT = {
+    "errors": set(),
+    "forms": set(),
+    "core": {"errors"},
+    "config": {"forms", "core", "errors"},
+    "engines": {"core", "errors"},
+    "registry": {"core", "config", "errors"},
+    "router": {"core", "config", "registry", "engines", "errors"},
+    "observe": {"core", "errors"},
+    "transports": {"router", "observe", "engines", "core", "errors", "config"},
+    "public": {"transports", "router", "config", "registry", "core", "errors"},
+    "agent": ANYTHING_PUBLIC,
+    "sim": ANYTHING_PUBLIC,
+    "testing": ANYTHING_PUBLIC | {"transports", "sim"},
+    "cli": ANYTHING_PUBLIC | {"transports", "testing", "sim", "agent"},
+}
+# The modules that users import to get a transport, and the package itself, which only passes names on.
+PUBLIC = {"__init__", "httpx", "httpx2", "grpc", "wrap"}
+BANNED_IN_CORE = {"time", "random", "threading", "asyncio", "socket", "logging", "os", "secrets", "datetime"}
+
+
+def layer_of(module: str) -> str:
+    """The layer of `gpuroute.x.y`."""
+    part = module.split(".")[1] if "." in module else "__init__"
+    part = "cli" if part == "__main__" else part
+    return "public" if part in PUBLIC else part
+
+
+def module_of(path: Path) -> str:
+    parts = ["gpuroute", *path.relative_to(ROOT).with_suffix("").parts]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_of(path: Path) -> set[str]:
+    """Every module that a file imports anywhere, lazily or for types too."""
+    package = module_of(path) if path.name == "__init__.py" else module_of(path).rpartition(".")[0]
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(package.split(".")[: len(package.split(".")) - node.level + 1]) if node.level else ""
+            module = ".".join(part for part in (base, node.module or "") if part)
+            # `from gpuroute import core` imports a layer, not the package.
+            found |= {f"{module}.{alias.name}" for alias in node.names} if module == "gpuroute" else {module}
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_layers(path: Path) -> None:
+    layer = layer_of(module_of(path))
+    own = {layer_of(name) for name in imports_of(path) if name.split(".")[0] == "gpuroute"}
+    assert own - {layer} <= MAY_IMPORT[layer], f"{layer} may import {sorted(MAY_IMPORT[layer])} only"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "core").rglob("*.py")), ids=lambda path: path.name)
+def test_core_is_pure(path: Path) -> None:
+    assert {name.split(".")[0] for name in imports_of(path)} & BANNED_IN_CORE == set()
+    calls = {
+        node.func.id
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }
+    assert calls & {"open", "print", "input", "exec", "eval", "hash"} == set()
+
+
+def test_the_layer_test_sees_lazy_relative_and_package_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = ROOT / "core" / "some.py"
+    lines = ["import os.path", "from . import state", "from gpuroute import cli", "from ..registry.etcd import x"]
+    source = "def f():\n    " + "\n    ".join(lines)
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: source)
+    assert imports_of(path) == {"os.path", "gpuroute.core", "gpuroute.cli", "gpuroute.registry.etcd"}
+
+
+REPORT = """
+import json, sys, time
+before = set(sys.modules)
+started = time.perf_counter()
+import gpuroute
+took = time.perf_counter() - started
+print(json.dumps({"ms": took * 1e3, "new": sorted(set(sys.modules) - before)}))
+"""
+
+
+def imported_by(python: str) -> dict[str, object]:
+    done = subprocess.run([sys.executable, "-I", "-c", python], capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+def test_importing_gpuroute_loads_only_light_stdlib() -> None:
+    new = imported_by(REPORT)["new"]
+    foreign = {name for name in new if name.split(".")[0] not in {*sys.stdlib_module_names, "gpuroute"}}
+    assert foreign == set()
+    assert {"asyncio", "ssl", "email"} & set(new) == set()
+
+
+def test_importing_gpuroute_is_quick() -> None:
+    best = min(imported_by(REPORT)["ms"] for _ in range(5))
+    assert best <= 80, f"import gpuroute takes {best:.0f} ms at best"
