@@ -155,11 +155,11 @@ class Canon:
         if isinstance(item, dict):
             rest = {k: v for k, v in item.items() if k not in _UNSEEN and v} if len(item) > 2 else None
             self.turn(item.get("role") or item.get("type") or "", item.get("content"), rest)
-        elif isinstance(item, str):
-            self.text(_ITEM)
-            self.text(item)
-        else:
+        elif isinstance(item, list):
             self._prompts(item)
+        else:
+            self.text(_ITEM)
+            self._value(item)
 
     def _ids(self, ids: list[int]) -> None:
         try:
@@ -224,11 +224,13 @@ def _set_aside(body: bytes) -> tuple[bytes, dict[str, bytes]]:
     done = 0
     for start, end in _strings(body):
         if end - start > _LONG_STRING and body.find(b"\\", start, end) < 0:
-            number = len(long_strings)
-            long_strings[f"\0{number}\0"] = body[start:end]
-            kept += (body[done:start], b"\\u0000%d\\u0000" % number)
+            long_strings[f"\0{len(kept)}\0"] = body[start:end]
+            kept.append(body[done:start])
             done = end
-    return b"".join((*kept, body[done:])), long_strings
+    kept.append(body[done:])
+    if len(kept) == 1 or any(b"\\u0000" in part for part in kept):  # the names must be nobody else's strings
+        return body, {}
+    return b"".join([kept[0], *(b"\\u0000%d\\u0000" % n + part for n, part in enumerate(kept[1:]))]), long_strings
 
 
 def _strings(body: bytes) -> list[tuple[int, int]]:
