@@ -1,0 +1,410 @@
+"""The Router: the one object a user meets. Holds the pools, the clock and the source of chance.
+
+Nothing starts in the constructor: the registry is subscribed to at the first call, so a pre-fork server may build a
+router in its parent. A forked child starts afresh from the last view: load, locks and watcher of the parent are not its.
+"""
+
+from __future__ import annotations
+
+import os
+import random as _random
+import threading
+import time
+import weakref
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Self
+
+from gpuroute.config import Settings
+from gpuroute.core.breaker import BreakerRules
+from gpuroute.core.call import Call
+from gpuroute.core.candidates import Ask
+from gpuroute.core.describe import Explanation, RouterView, describe_pool, explain
+from gpuroute.core.fleet import Fleet, PoolSpec
+from gpuroute.core.pool import Pool, PoolRules, merge_rules
+from gpuroute.core.retry import RetryRules
+from gpuroute.core.ring import session_key
+from gpuroute.errors import ConfigError, RegistryUnavailable, RouterClosed, UnknownPool
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from gpuroute.core.endpoint import Endpoint
+    from gpuroute.core.fleet import Registry, Subscription
+    from gpuroute.routed import RoutedAttempt
+
+__all__ = ["Router"]
+
+_ROUTERS: weakref.WeakSet[Router] = weakref.WeakSet()
+
+
+class Router:
+    """Routes calls over the pools of a registry. Safe from any thread, any event loop, and after `os.fork`.
+
+    Give one source: `registry` (a URL, inline text or a Registry object) or `endpoints` (URLs, Endpoint objects, or a
+    mapping of pool names to such lists); without either, `GPUROUTE_REGISTRY` is used. Further keyword arguments are
+    settings by name (`policy="p2c"`, `timeout=2.0`; docs/configuration.md). Raises ConfigError on bad ones.
+    """
+
+    def __init__(
+        self,
+        registry: str | Registry | None = None,
+        *,
+        endpoints: Sequence[str | Endpoint] | Mapping[str, Sequence[str | Endpoint]] | None = None,
+        settings: Settings | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        random: Callable[[], float] = _random.random,
+        **overrides: Any,
+    ) -> None:
+        if registry is not None and endpoints is not None:
+            raise ConfigError("Router: give registry= or endpoints=, not both")
+        if isinstance(registry, str):
+            overrides["registry"] = registry
+        if settings is not None and overrides:
+            raise ConfigError(f"Router: give settings= or {', '.join(sorted(overrides))}, not both")
+        self.settings = settings or Settings.from_env(**overrides)
+        self.clock = clock
+        self.random = random
+        self.version = 0
+        self._source = registry if registry is not None and not isinstance(registry, str) else None
+        self._endpoints = endpoints
+        self._pools: dict[str, Pool] = {}
+        self._fleet: Fleet | None = None
+        self._fleet_at = 0.0
+        self._closed = False
+        self._fork_hooks: list[weakref.WeakMethod[Callable[[], None]]] = []
+        self._arrange()
+        self._check_source()
+        _ROUTERS.add(self)
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> Router:
+        """A router configured by `GPUROUTE_*` variables; arguments win. Raises ConfigError."""
+        return cls(settings=Settings.from_env(environ, **overrides))
+
+    def _arrange(self) -> None:
+        """What a process needs of its own: also run in a forked child, where the parent's locks may be held."""
+        self._lock = threading.Lock()
+        self._ready = threading.Event()
+        self._waiting: list[Callable[[], None]] = []
+        self._subscription: Subscription | None = None
+        self._started = False
+        self._routed_share = 0.0
+
+    def _check_source(self) -> None:
+        if self._source is None and self._endpoints is None and self.settings.registry is None:
+            raise ConfigError(
+                "no registry: set GPUROUTE_REGISTRY (etcd://..., file:///..., or POOL=URL,URL), "
+                "or give registry= or endpoints="
+            )
+        if self._source is None:
+            self._source = self._open()
+
+    def _open(self) -> Registry:
+        from gpuroute.registry import open_registry, static_registry
+
+        if self._endpoints is not None:
+            return static_registry(self._endpoints)
+        settings = self.settings
+        return open_registry(
+            settings.registry or "",
+            user=settings.etcd_user or "",
+            password=settings.etcd_password.reveal() if settings.etcd_password else "",
+            ca=settings.etcd_ca or "",
+            cert=settings.etcd_cert or "",
+            key=settings.etcd_key or "",
+            snapshot_path=settings.registry_snapshot or "",
+            trust_env=settings.trust_env,
+            empty_grace=settings.empty_grace,
+        )
+
+    # ------------------------------------------------------------------------------------------ the fleet
+
+    def start(self) -> None:
+        """Subscribe to the registry if that has not happened yet. Every call does this by itself."""
+        if self._started:
+            return
+        with self._lock:
+            if self._closed:
+                raise RouterClosed("this router is closed; make a new one")
+            if self._started:
+                return
+            self._started = True
+        assert self._source is not None
+        try:
+            self._subscription = self._source.subscribe(self.update)
+        except BaseException:
+            self._started = False
+            raise
+
+    def update(self, fleet: Fleet) -> None:
+        """Adopt a whole view of the fleet. Called by the registry; any thread."""
+        now = self.clock()
+        rules = self._rules()
+        with self._lock:
+            pools = dict(self._pools)
+            for name in [*fleet.pools, *(name for name in pools if name not in fleet.pools)]:
+                spec = fleet.pools.get(name) or PoolSpec(name)
+                merged = merge_rules(rules, spec, self._explicit())
+                if name in pools:
+                    pools[name].update(spec, merged, now)
+                else:
+                    pools[name] = Pool(spec, merged, random=self.random, now=now, make_lock=threading.Lock)
+            self._pools = pools
+            self._fleet, self._fleet_at = fleet, now
+            self.version += 1
+            waiting, self._waiting = self._waiting, []
+        self._ready.set()
+        for wake in waiting:
+            wake()
+
+    def _rules(self) -> PoolRules:
+        settings = self.settings
+        return PoolRules(
+            policy=settings.policy,
+            timeout=settings.timeout,
+            max_in_flight=settings.max_in_flight,
+            panic=settings.panic,
+            retry=RetryRules(attempts=settings.attempts),
+            breaker=BreakerRules(failures=settings.breaker_failures, open_s=settings.breaker_open),
+            budget_ratio=settings.retry_budget,
+            budget_floor=settings.retry_floor,
+        )
+
+    def _explicit(self) -> frozenset[str]:
+        names = ("policy", "timeout", "max_in_flight", "attempts")
+        return frozenset(name for name in names if self.settings.source(name) != "default")
+
+    @property
+    def is_ready(self) -> bool:
+        """True once a first view of the fleet is here."""
+        return self._ready.is_set()
+
+    def ready(self, timeout: float | None = None) -> None:
+        """Wait (blocking) for the first view of the fleet, at most `timeout` seconds (default: `ready_timeout`).
+
+        Raises RegistryUnavailable, RouterClosed.
+        """
+        if self._closed or not self._ready.is_set():
+            self.start()
+            if not self._ready.wait(self._patience(timeout)):
+                raise self._no_view()
+
+    async def aready(self, timeout: float | None = None) -> None:
+        """Like `ready`, without blocking the event loop."""
+        if self._closed or not self._ready.is_set():
+            import asyncio
+
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(None, self.start) if not self._started else None
+            arrived = asyncio.Event()
+
+            def wake() -> None:
+                with suppress(RuntimeError):  # the loop has ended since
+                    loop.call_soon_threadsafe(arrived.set)
+
+            with self._lock:
+                self._waiting.append(wake)
+            if self._ready.is_set():
+                return
+            with suppress(TimeoutError):
+                await asyncio.wait_for(arrived.wait(), self._patience(timeout))
+            if not self._ready.is_set():
+                raise self._no_view()
+
+    def _patience(self, timeout: float | None) -> float:
+        limit = self.settings.ready_timeout
+        return limit if timeout is None else min(limit, timeout)
+
+    def _no_view(self) -> RegistryUnavailable:
+        trouble = self._subscription.error if self._subscription else None
+        return RegistryUnavailable(
+            f"no view of the fleet yet from {self._describe_source()}: {trouble or 'the registry has not answered'}"
+        )
+
+    def _describe_source(self) -> str:
+        return self.settings.registry or type(self._source).__name__
+
+    # ------------------------------------------------------------------------------------------ calls
+
+    def call(
+        self,
+        pool: str,
+        *,
+        key: str | None = None,
+        ladder: Sequence[int] = (),
+        tokens: int = 0,
+        timeout: float | None = None,
+        attempts: int | None = None,
+        replayable: bool = True,
+    ) -> Call:
+        """Begin one logical call. Never blocks: see `ready` for the first one.
+
+        `key`: session affinity; `ladder`: prefix hashes; `tokens`: estimated prompt tokens; `timeout`: seconds over all
+        attempts. Raises UnknownPool, RouterClosed, RegistryUnavailable.
+        """
+        found = self.pool(pool)
+        return Call(
+            found,
+            self.clock(),
+            ask=self._ask(found, key, ladder, tokens),
+            timeout=found.rules.timeout if timeout is None else timeout,
+            attempts=attempts,
+            replayable=replayable,
+        )
+
+    @staticmethod
+    def _ask(pool: Pool, key: str | None, ladder: Sequence[int], tokens: int) -> Ask:
+        position = session_key(key, pool.spec.config.salt) if key and not key.isspace() else None
+        if position is None and not ladder:
+            pool.shared.signals.keyless += 1
+        return Ask(position, ladder, tokens)
+
+    def attempt(
+        self,
+        pool: str,
+        *,
+        key: str | None = None,
+        tokens: int = 0,
+        failures: tuple[type[BaseException], ...] = (OSError,),
+    ) -> RoutedAttempt:
+        """One counted attempt for any other client library: `with` or `async with`, then use `.url`.
+
+        `failures`: exceptions that are the endpoint's fault; others that leave the block teach nothing about it.
+        """
+        from gpuroute.routed import RoutedAttempt
+
+        return RoutedAttempt(self, pool, key, tokens, failures)
+
+    def pool(self, name: str) -> Pool:
+        """The pool of this name. Raises UnknownPool (which lists the names), RouterClosed, RegistryUnavailable."""
+        found = self._pools.get(name)
+        if found is not None and self._started and not self._closed:
+            return found
+        self.start()
+        found = self._pools.get(name)
+        if found is not None:
+            return found
+        if not self._ready.is_set():
+            raise self._no_view()
+        known = ", ".join(sorted(self._pools)) or "none"
+        raise UnknownPool(f"pool {name!r} is not in the fleet; known pools: {known}")
+
+    def resolve(self, model: str) -> str:
+        """The pool that serves a model: the pool of that name, else the only one whose endpoints list the model.
+
+        Raises UnknownPool; nothing is sent for a model that nobody serves.
+        """
+        if model in self._pools:
+            return model
+        serving = [
+            name
+            for name, pool in self._pools.items()
+            if any(model == e.model or model in e.adapters for e in pool.spec.endpoints)
+        ]
+        if len(serving) == 1:
+            return serving[0]
+        if serving:
+            raise UnknownPool(f"model {model!r} is served by several pools ({', '.join(sorted(serving))}): name one")
+        raise UnknownPool(f"no pool serves model {model!r}; known pools: {', '.join(sorted(self._pools)) or 'none'}")
+
+    def fallback(self, pool: str, key: str | None = None) -> str | None:
+        """The URL to use instead of routing: kill switch, or the share of calls outside the rollout; else None."""
+        settings = self.settings
+        if settings.disabled:
+            return settings.fallback_url
+        found = self._pools.get(pool)
+        if found is not None and found.spec.config.disabled:
+            url = found.spec.config.fallback_url or settings.fallback_url
+            if not url:
+                raise ConfigError(f"pool {pool!r} is disabled in the registry but has no fallback_url")
+            return url
+        if settings.rollout < 1 and not self._rolled_in(key):
+            return settings.fallback_url
+        return None
+
+    def _rolled_in(self, key: str | None) -> bool:
+        share = self.settings.rollout
+        if key:
+            return session_key(key) < share * 2.0**64
+        # Without a key, an even spread: of any 10 calls in a row, 10 % are exactly one.
+        with self._lock:
+            self._routed_share += share
+            routed = self._routed_share >= 1
+            self._routed_share -= routed
+        return routed
+
+    # ------------------------------------------------------------------------------------------ looking
+
+    def snapshot(self) -> RouterView:
+        """What this router knows now: pools, endpoints, load, limits, ages, last errors. Typed and JSON-able."""
+        now, fleet = self.clock(), self._fleet
+        return RouterView(
+            source=self._describe_source(),
+            stale=fleet.stale if fleet else True,
+            registry_age_s=now - self._fleet_at if fleet else None,
+            registry_error=self._subscription.error if self._subscription else None,
+            problems=fleet.problems if fleet else (),
+            version=self.version,
+            pools={name: describe_pool(pool, now) for name, pool in self._pools.items()},
+        )
+
+    def explain(self, pool: str, *, key: str | None = None, ladder: Sequence[int] = (), tokens: int = 0) -> Explanation:
+        """The candidates, costs, exclusions and winner of a pick that is not done. Raises UnknownPool."""
+        found = self.pool(pool)
+        position = session_key(key, found.spec.config.salt) if key else None
+        return explain(found, Ask(position, ladder, tokens))
+
+    # ------------------------------------------------------------------------------------------ the end
+
+    def on_fork(self, hook: Callable[[], None]) -> None:
+        """Run a bound method in every forked child, before its first call. Held weakly."""
+        self._fork_hooks.append(weakref.WeakMethod(hook))
+
+    def after_fork(self) -> None:
+        """Start afresh in a forked child, from the last view. Called by `os.register_at_fork`."""
+        fleet = self._fleet
+        self._arrange()
+        self._pools = {}
+        if fleet is not None and not self._closed:
+            self.update(fleet)
+        for reference in self._fork_hooks:
+            hook = reference()
+            if hook is not None:
+                hook()
+
+    def close(self) -> None:
+        """Stop watching. Calls that run finish; new ones raise RouterClosed. Idempotent."""
+        with self._lock:
+            self._closed = True
+            subscription, self._subscription = self._subscription, None
+        if subscription is not None:
+            subscription.close()
+
+    async def aclose(self) -> None:
+        """Like `close`."""
+        self.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        pools = {name: len(pool.snapshot.states) for name, pool in self._pools.items()}
+        return f"<Router {type(self._source).__name__} pools={pools} version={self.version}{' closed' * self._closed}>"
+
+
+def _resetafter_fork() -> None:
+    for router in tuple(_ROUTERS):
+        router.after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_reset_after_fork)
