@@ -39,6 +39,8 @@ class Ring:
             ring._build(weights, [])
             return ring
         shares = _shares(weights, self.scale)
+        if shares == self.shares:
+            return self
         kept = {owner for owner, share in self.shares.items() if shares.get(owner) == share}
         pairs = [pair for pair in zip(self._points, self._owners, strict=True) if pair[1] in kept]
         ring._build(weights, pairs, kept)
