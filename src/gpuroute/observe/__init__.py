@@ -74,7 +74,7 @@ def watched() -> list[Watched]:
 
 def observer() -> Observer:
     """The observer for a new call. Asked each time, because an SDK may be installed after the client was made."""
-    global _current, _look_at  # noqa: PLW0603 - what is installed is a fact of the process
+    global _current, _look_at
     if _current is not _SILENT or "opentelemetry" not in sys.modules:
         return _current
     # Asking the API costs 3 us: do it when its SDK was imported, and now and then for implementations of other makers.

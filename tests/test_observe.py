@@ -1,0 +1,248 @@
+"""Observers: what is measured, that it is little, that it costs nothing without an SDK and never hurts a call."""
+
+from __future__ import annotations
+
+import logging
+import random
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from opentelemetry import context, trace
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from gpuroute.core.call import Call
+from gpuroute.core.describe import RouterView, describe_pool
+from gpuroute.core.endpoint import Endpoint
+from gpuroute.core.fleet import PoolSpec
+from gpuroute.core.outcome import Outcome
+from gpuroute.core.pool import Pool, PoolRules
+from gpuroute.observe import Observer, logs, watch
+from gpuroute.observe.logs import RateLimit
+from gpuroute.observe.otel import OtelObserver, installed
+
+CANARY = "canary-7d1"
+
+
+@pytest.fixture(autouse=True)
+def fresh_rate_limit(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Failures of other tests must not silence this one's; the returned list holds the time."""
+    now = [0.0]
+    monkeypatch.setattr(logs, "_limit", RateLimit(10.0, lambda: now[0]))
+    return now
+
+
+def make_pool(size: int = 3) -> Pool:
+    endpoints = tuple(
+        Endpoint(f"gpu-{n}", f"http://user:{CANARY}@10.0.0.{n}:8000/v1", headers={"authorization": CANARY})
+        for n in range(size)
+    )
+    return Pool(PoolSpec("llama", endpoints), PoolRules(policy="p2c"), random=random.Random(7).random)
+
+
+class FakeRouter:
+    """What the gauges read."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+
+    def snapshot(self) -> RouterView:
+        return RouterView("test", False, 2.5, None, (), 1, {"llama": describe_pool(self.pool, 0.0)})
+
+
+class Recorded:
+    """An observer over an SDK of its own."""
+
+    def __init__(self) -> None:
+        self.reader = InMemoryMetricReader()
+        self.exporter = InMemorySpanExporter()
+        tracers = TracerProvider()
+        tracers.add_span_processor(SimpleSpanProcessor(self.exporter))
+        self.observer = OtelObserver(tracers, MeterProvider([self.reader]))
+
+    def points(self, name: str) -> list[Any]:
+        data = self.reader.get_metrics_data()
+        scopes = [scope for resource in data.resource_metrics for scope in resource.scope_metrics] if data else []
+        return [p for scope in scopes for m in scope.metrics if m.name == name for p in m.data.data_points]
+
+    def recordings(self) -> int:
+        return sum(
+            point.count
+            for name in ("gpuroute.call.duration", "gpuroute.attempt.duration", "gpuroute.time_to_first_byte")
+            for point in self.points(name)
+        )
+
+
+def drive(observer: Observer, pool: Pool, outcomes: list[Outcome], headers: dict[str, str] | None = None) -> Call:
+    """One call with an attempt per outcome, as a transport drives it: attempts last 1 s, bytes come halfway."""
+    now = 100.0
+    call = Call(pool, now)
+    for outcome in outcomes:
+        attempt = call.next_attempt(now)
+        token = observer.attempt_started(call, attempt, {} if headers is None else headers)
+        attempt.sent(now)
+        if outcome is Outcome.SUCCESS:
+            attempt.first_token(now + 0.5)
+        now += 1.0
+        call.finish(attempt, outcome, now, reason="" if outcome is Outcome.SUCCESS else "503")
+        observer.attempt_ended(token, call, attempt)
+    observer.call_ended(call, now)
+    return call
+
+
+def test_a_call_makes_three_recordings_however_often_it_is_retried() -> None:
+    for outcomes in ([Outcome.SUCCESS], [Outcome.FAILED, Outcome.FAILED, Outcome.SUCCESS], [Outcome.FAILED]):
+        recorded = Recorded()
+        drive(recorded.observer, make_pool(), outcomes)
+        assert recorded.recordings() == (3 if Outcome.SUCCESS in outcomes else 2)
+
+
+def test_durations_span_what_their_names_say() -> None:
+    recorded = Recorded()
+    call = drive(recorded.observer, make_pool(), [Outcome.FAILED, Outcome.SUCCESS])
+    endpoint = call.history[-1].endpoint
+    [whole], [last], [first] = (
+        recorded.points(f"gpuroute.{name}") for name in ("call.duration", "attempt.duration", "time_to_first_byte")
+    )
+    assert (whole.sum, last.sum, first.sum) == (2.0, 1.0, 1.5)
+    assert dict(whole.attributes) == {"gpuroute.pool": "llama", "gpuroute.outcome": "success"}
+    assert dict(last.attributes) == {
+        "gpuroute.pool": "llama",
+        "gpuroute.endpoint": endpoint.id,
+        "server.address": f"10.0.0.{endpoint.id[-1]}",
+        "server.port": 8000,
+        "gpuroute.outcome": "success",
+    }
+
+
+def test_a_call_that_was_never_sent_is_recorded_too() -> None:
+    recorded = Recorded()
+    pool = make_pool(0)
+    recorded.observer.call_ended(Call(pool, 1.0), 3.0)
+    [point] = recorded.points("gpuroute.call.duration")
+    assert point.sum == 2.0
+    assert point.attributes["error.type"] == "not_sent"
+
+
+def test_one_client_span_per_attempt_under_the_callers_span() -> None:
+    recorded = Recorded()
+    headers: dict[str, str] = {}
+    parent = trace.NonRecordingSpan(trace.SpanContext(1, 2, is_remote=False, trace_flags=trace.TraceFlags(1)))
+    token = context.attach(trace.set_span_in_context(parent))
+    try:
+        drive(recorded.observer, make_pool(), [Outcome.FAILED, Outcome.SUCCESS], headers)
+    finally:
+        context.detach(token)
+    failed, served = recorded.exporter.get_finished_spans()
+    for span in (failed, served):
+        assert span.kind is trace.SpanKind.CLIENT
+        assert span.parent is not None
+        assert span.parent.span_id == 2
+    assert failed.status.status_code is trace.StatusCode.ERROR
+    assert failed.attributes["error.type"] == "failed"
+    assert served.status.status_code is trace.StatusCode.UNSET
+    assert served.attributes["http.request.resend_count"] == 1
+    # Each attempt sends its own span's id: after the second, the headers name the second.
+    assert headers["traceparent"] == f"00-{1:032x}-{served.context.span_id:016x}-01"
+
+
+def test_gauges_read_the_routers_that_live() -> None:
+    recorded = Recorded()
+    pool = make_pool(2)
+    router = FakeRouter(pool)
+    watch(router)
+    call = Call(pool, 0.0)
+    busy = call.next_attempt(0.0)
+    in_flight = {p.attributes["gpuroute.endpoint"]: p.value for p in recorded.points("gpuroute.endpoint.in_flight")}
+    assert in_flight == {"gpu-0": 0, "gpu-1": 0} | {busy.endpoint.id: 1}
+    for _ in range(5):
+        pool.shared.in_flight.discard(busy)
+        busy.state.breaker.failed(busy, 1.0, random.random)
+    states = {
+        p.attributes["gpuroute.endpoint"]: p.attributes["gpuroute.state"]
+        for p in recorded.points("gpuroute.endpoint.state")
+    }
+    assert states == {"gpu-0": "ready", "gpu-1": "ready"} | {busy.endpoint.id: "breaker_open"}
+    assert [point.value for point in recorded.points("gpuroute.registry.age")] == [2.5]
+    assert [point.value for point in recorded.points("gpuroute.retries")] == [0]
+    call.close(2.0)
+    del router
+    assert recorded.points("gpuroute.endpoint.in_flight") == []
+
+
+def test_c4_telemetry_and_logs_hold_no_credentials(caplog: pytest.LogCaptureFixture) -> None:
+    recorded = Recorded()
+    pool = make_pool()
+    router = FakeRouter(pool)
+    watch(router)
+    with caplog.at_level(logging.DEBUG):
+        drive(recorded.observer, pool, [Outcome.FAILED, Outcome.SUCCESS])
+    spans = "".join(span.to_json() for span in recorded.exporter.get_finished_spans())
+    records = "".join(repr(vars(record)) for record in caplog.records)
+    data = recorded.reader.get_metrics_data()
+    assert data is not None
+    assert "gpu-" in spans
+    assert "gpu-" in records
+    assert [text for text in (spans, records, data.to_json()) if CANARY in text] == []
+
+
+def test_trouble_inside_telemetry_never_reaches_a_call(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken:
+        def __getattr__(self, name: str) -> Any:
+            raise RuntimeError("exporter is broken")
+
+    recorded = Recorded()
+    recorded.observer._tracer = recorded.observer._call = Broken()  # type: ignore[assignment]
+    with caplog.at_level(logging.WARNING):
+        call = drive(recorded.observer, make_pool(), [Outcome.SUCCESS])
+    assert call.history[0].outcome is Outcome.SUCCESS
+    assert [r.getMessage() for r in caplog.records if "OpenTelemetry failed" in r.getMessage()] != []
+
+
+def test_failures_are_logged_once_per_interval_with_a_count(
+    caplog: pytest.LogCaptureFixture, fresh_rate_limit: list[float]
+) -> None:
+    observer, pool = Observer(), make_pool(1)
+    with caplog.at_level(logging.WARNING, "gpuroute"):
+        for _ in range(4):
+            drive(observer, pool, [Outcome.FAILED])
+        drive(observer, pool, [Outcome.CANCELLED])
+        fresh_rate_limit[0] = 10.0
+        drive(observer, pool, [Outcome.FAILED])
+    assert [record.getMessage() for record in caplog.records] == [
+        "pool llama: attempt 1 at gpu-0: 503",
+        "pool llama: attempt 1 at gpu-0: 503 (and 3 more since the last line)",
+    ]
+    assert caplog.records[1].gpuroute["left_out"] == 3  # type: ignore[attr-defined]
+
+
+def test_the_rate_limit_is_bounded() -> None:
+    limit = RateLimit(10.0, lambda: 0.0)
+    for key in range(5_000):
+        assert limit.admit(key) == 0
+    assert len(limit._seen) <= logs.MAX_KEYS
+
+
+SILENT = """
+import sys
+from gpuroute.observe import observer
+assert type(observer()).__name__ == "Observer"
+assert not any(name.startswith("opentelemetry") for name in sys.modules), "OpenTelemetry was loaded for nothing"
+import opentelemetry.trace, opentelemetry.metrics
+assert type(observer()).__name__ == "Observer", "the API alone is not an SDK"
+from opentelemetry.sdk.trace import TracerProvider
+assert type(observer()).__name__ == "Observer", "an SDK that is not installed measures nothing"
+opentelemetry.trace.set_tracer_provider(TracerProvider())
+assert type(observer()).__name__ == "OtelObserver"
+"""
+
+
+def test_nothing_happens_until_an_sdk_is_installed() -> None:
+    done = subprocess.run([sys.executable, "-c", SILENT], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert installed() is None
