@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -80,3 +82,9 @@ def test_r7_nothing_raises(text: str) -> None:
     for seconds in (parse_retry_after(text, NOW), parse_retry_after_ms(text)):
         assert seconds is None or seconds >= 0
     parse_pushback_ms(text)
+
+
+@given(st.datetimes(datetime(1970, 1, 1), datetime(9999, 12, 31), timezones=st.just(UTC)))
+def test_r7_dates_agree_with_the_standard_library(moment: datetime) -> None:
+    second = moment.replace(microsecond=0)
+    assert parse_retry_after(f"{second:%a, %d %b %Y %H:%M:%S GMT}", 0.0) == second.timestamp()

@@ -8,7 +8,6 @@ and to the time left (RFC 9110 section 10.2.3; gRFC A6 for the pushback).
 from __future__ import annotations
 
 import re
-from datetime import UTC, datetime, timedelta
 from math import isfinite
 from typing import TYPE_CHECKING
 
@@ -24,6 +23,8 @@ _DATES = (
     re.compile(r"(?P<year>\d{4})-(?P<month>\d\d)-(?P<day>\d\d)[T ]" + _CLOCK),  # not HTTP, but sent
 )
 _MONTHS = ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec")
+_MONTH_DAYS = (31, 29, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31)
+_EPOCH_DAY = 719_468  # days from 1 March of the year 0 to 1 January 1970
 _MAX_LENGTH = 256
 
 
@@ -82,17 +83,25 @@ def _epoch(text: str) -> float | None:
     part = found.groupdict()
     name, year = part["month"].lower(), part["year"]
     century = 0 if len(year) == 4 else 2000 if year < "70" else 1900
+    month = int(name) if name.isdigit() else _MONTHS.index(name) + 1 if name in _MONTHS else 0
+    days = _days(century + int(year), month, int(part["day"]))
     hour, minute, second = map(int, part["clock"].split(":"))
-    try:
-        month = int(name) if name.isdigit() else _MONTHS.index(name) + 1
-        moment = datetime(century + int(year), month, int(part["day"]), hour, minute, second, tzinfo=UTC)
-    except ValueError:
+    if days is None or hour > 23 or minute > 59 or second > 60:
         return None
-    return moment.timestamp() - _offset(part.get("zone"))
+    return days * 86_400.0 + hour * 3600 + minute * 60 + second - _offset(part.get("zone"))
+
+
+def _days(year: int, month: int, day: int) -> int | None:
+    """Days since the epoch, in the Gregorian calendar counted from March so that a leap day ends the year."""
+    if not (year and 1 <= month <= 12 and 1 <= day <= _MONTH_DAYS[month - 1]):
+        return None
+    year -= month < 3
+    in_year = (153 * ((month + 9) % 12) + 2) // 5 + day - 1
+    return 365 * year + year // 4 - year // 100 + year // 400 + in_year - _EPOCH_DAY
 
 
 def _offset(zone: str | None) -> float:
     if not zone:
         return 0.0
-    ahead = timedelta(hours=int(zone[1:3]), minutes=int(zone[3:5])).total_seconds()
+    ahead = int(zone[1:3]) * 3600.0 + int(zone[3:5]) * 60.0
     return -ahead if zone[0] == "-" else ahead
