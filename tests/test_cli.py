@@ -1,0 +1,108 @@
+"""The command: exit codes, one-line errors, JSON that is JSON, and that each command is there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.metadata import version
+from importlib.util import find_spec
+
+import pytest
+
+import gpuroute.cli.config
+from gpuroute.cli import COMMANDS, bench, main
+from gpuroute.core.pickers import POLICIES
+
+PRESENT = [name for name in COMMANDS if find_spec(f"gpuroute.cli.{name}")]
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        main(["--version"])
+    assert done.value.code == 0
+    assert capsys.readouterr().out == f"gpuroute {version('gpuroute')}\n"
+
+
+@pytest.mark.parametrize("name", PRESENT)
+def test_every_command_has_help_and_is_listed(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        main([name, "--help"])
+    assert done.value.code == 0
+    assert f"gpuroute {name}" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert f"{name} " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("argv", [[], ["no-such-command"], ["config", "--no-such-flag"]])
+def test_wrong_use_exits_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        main(argv)
+    assert done.value.code == 2
+    assert "gpuroute" in capsys.readouterr().err
+
+
+def test_bad_settings_are_one_line_and_exit_2(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GPUROUTE_ATTEMPTS", "3\nx")
+    monkeypatch.setenv("GPUROUTE_TIMEOUT", "soon")
+    assert main(["config"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert err.startswith("gpuroute: GPUROUTE_TIMEOUT='soon': expected a duration")
+
+
+def test_ctrl_c_exits_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gpuroute.cli.config, "run", interrupt)
+    assert main(["config"]) == 130
+
+
+def test_a_closed_pipe_is_no_error() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "gpuroute", "config"], stdout=writer, stderr=subprocess.PIPE, text=True, check=False
+        )
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_config_shows_values_with_their_sources_and_no_secrets(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GPUROUTE_POLICY", "p2c")
+    monkeypatch.setenv("GPUROUTE_SALT", "canary-1")
+    monkeypatch.setenv("GPUROUTE_ZON", "a")
+    assert main(["config", "--json"]) == 0
+    text = capsys.readouterr().out
+    shown = json.loads(text)
+    rows = {row["variable"]: (row["value"], row["source"]) for row in shown["settings"]}
+    assert rows["GPUROUTE_POLICY"] == ("p2c", "environment")
+    assert rows["GPUROUTE_ATTEMPTS"] == ("3", "default")
+    assert rows["GPUROUTE_SALT"] == ("***", "environment")
+    assert shown["unknown"] == ["unknown variable GPUROUTE_ZON (did you mean GPUROUTE_ZONE?)"]
+    assert main(["config"]) == 0
+    text += capsys.readouterr().out
+    assert "GPUROUTE_POLICY             p2c  [environment]" in text
+    assert "canary" not in text
+
+
+def test_bench_pick_prints_one_json_object(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "ROUNDS", 2)
+    monkeypatch.setattr(bench, "PER_ROUND", 5)
+    monkeypatch.setattr(bench, "SIZES", (10, 100))
+    assert main(["bench", "pick", "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert set(figures) == {"two_random_ns", "policies"}
+    assert set(figures["policies"]) == set(POLICIES)
+    assert all(set(row) == {"10", "100"} and min(row.values()) > 0 for row in figures["policies"].values())
+    assert figures["two_random_ns"] > 0
