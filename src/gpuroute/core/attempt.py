@@ -34,6 +34,7 @@ class Attempt:
         "__weakref__",
         "ended",
         "first",
+        "last",
         "number",
         "outcome",
         "phase",
@@ -52,6 +53,7 @@ class Attempt:
         self.phase: Phase = READY
         self.reached: Phase = READY
         self.first: float | None = None
+        self.last = now
         self.ended: float | None = None
         self.outcome: Outcome | None = None
         self.reason = ""
@@ -70,8 +72,13 @@ class Attempt:
         """The first byte of the answer has been handed to the caller: this attempt cannot be repeated."""
         if self.phase < STREAMING:
             self.phase = self.reached = STREAMING
-            self.first = now
+            self.first = self.last = now
             self.state.first_token(self, now)
+
+    def chunk(self, now: float) -> None:
+        """One more piece of a stream reached the caller."""
+        self.state.chunk(now - self.last)
+        self.last = now
 
     def finish(self, outcome: Outcome, now: float, reason: str = "") -> bool:
         """Leave the endpoint and teach it; False if this attempt was finished before."""

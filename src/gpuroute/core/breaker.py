@@ -1,6 +1,7 @@
 """A circuit breaker for one endpoint: closed -> open -> half_open -> closed.
 
-It trips on consecutive failures, the rule that needs no traffic volume (Finagle's failure accrual: 5). The open time
+It trips on consecutive failures, the rule that needs no traffic volume (Finagle's failure accrual: 5), or on the share of
+failures in a window of 10 buckets, which sees an endpoint that fails every second call. The open time
 doubles with every trip in a row, is jittered so that many clients do not probe in step, and shrinks again by successes,
 not by time: an endpoint that nobody calls has not got better. While open its cap is 0; half-open admits `probes` new
 attempts beside those that were already running.
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from gpuroute.core.attempt import Attempt
 
 INF = math.inf
+BUCKETS = 10
 
 
 class BreakerState(StrEnum):
@@ -35,10 +37,14 @@ class BreakerState(StrEnum):
 class BreakerRules:
     """`failures` in a row open it for `open_s` seconds, doubling to `max_open_s`, +-`jitter`; `probes` when half open.
 
-    `forgive`: that many successes in a row halve the next open time again. `failures=0` switches the breaker off.
+    `ratio` of at least `min_calls` within `window_s` opens it too. `forgive`: that many successes halve the next open
+    time again. `failures=0` switches the breaker off.
     """
 
     failures: int = 5
+    ratio: float = 0.5
+    min_calls: int = 20
+    window_s: float = 10.0
     open_s: float = 5.0
     max_open_s: float = 300.0
     jitter: float = 0.2
@@ -46,14 +52,45 @@ class BreakerRules:
     forgive: int = 10
 
     def __post_init__(self) -> None:
+        if not 0 < self.ratio <= 1 or self.min_calls < 1 or self.window_s <= 0:
+            raise ConfigError(f"breaker rules: need 0 < ratio <= 1, min_calls >= 1, window_s > 0; got {self!r}")
         if self.failures < 0 or self.probes < 1 or self.open_s <= 0 or self.max_open_s < self.open_s:
             raise ConfigError(f"breaker rules: need failures >= 0, probes >= 1, 0 < open_s <= max_open_s; got {self!r}")
+
+
+class Window:
+    """Calls and failures of the last `BUCKETS` slices of time; long idle gaps cost one pass."""
+
+    __slots__ = ("_calls", "_failures", "_index", "_width")
+
+    def __init__(self, seconds: float) -> None:
+        self._width = seconds / BUCKETS
+        self._calls = [0] * BUCKETS
+        self._failures = [0] * BUCKETS
+        self._index = 0
+
+    def add(self, now: float, *, failed: bool) -> None:
+        """Count one call."""
+        self._roll(now)
+        self._calls[self._index % BUCKETS] += 1
+        self._failures[self._index % BUCKETS] += failed
+
+    def totals(self, now: float) -> tuple[int, int]:
+        """Calls and failures in the window."""
+        self._roll(now)
+        return sum(self._calls), sum(self._failures)
+
+    def _roll(self, now: float) -> None:
+        index = int(now / self._width)
+        for passed in range(max(self._index + 1, index - BUCKETS + 1), index + 1):
+            self._calls[passed % BUCKETS] = self._failures[passed % BUCKETS] = 0
+        self._index = max(self._index, index)
 
 
 class Breaker:
     """Pure state machine; not locked: the endpoint state calls it under its own lock."""
 
-    __slots__ = ("failures", "half_open_at", "reopen_at", "rules", "state", "successes", "trips")
+    __slots__ = ("failures", "half_open_at", "reopen_at", "rules", "state", "successes", "trips", "window")
 
     def __init__(self, rules: BreakerRules) -> None:
         self.rules = rules
@@ -63,8 +100,14 @@ class Breaker:
         self.trips = 0
         self.reopen_at = INF
         self.half_open_at = -INF
+        self.window: Window | None = None  # exists from the first failure until none is left in it
 
-    def succeeded(self, attempt: Attempt) -> None:
+    @property
+    def troubled(self) -> bool:
+        """True while successes still change something."""
+        return self.state is not BreakerState.CLOSED or bool(self.trips or self.failures or self.window)
+
+    def succeeded(self, attempt: Attempt, now: float) -> None:
         """A success: closes a half-open breaker if it was a probe, else forgives past trips one by one."""
         if self.state is BreakerState.OPEN:
             return
@@ -74,6 +117,10 @@ class Breaker:
             self.state = BreakerState.CLOSED
         self.failures = 0
         self.successes += 1
+        if self.window is not None:
+            self.window.add(now, failed=False)
+            if not self.window.totals(now)[1]:
+                self.window = None
         if self.trips and self.successes >= self.rules.forgive:
             self.successes = 0
             self.trips -= 1
@@ -88,7 +135,11 @@ class Breaker:
                 self._open(now, random)
             return
         self.failures += 1
-        if self.failures >= self.rules.failures:
+        if self.window is None:
+            self.window = Window(self.rules.window_s)
+        self.window.add(now, failed=True)
+        calls, failures = self.window.totals(now)
+        if self.failures >= self.rules.failures or self._mostly_fails(calls, failures):
             self._open(now, random)
 
     def tick(self, now: float) -> None:
@@ -107,6 +158,9 @@ class Breaker:
         earlier = sum(attempt.started < self.half_open_at for attempt in tuple(in_flight))
         return self.rules.probes + earlier
 
+    def _mostly_fails(self, calls: int, failures: int) -> bool:
+        return calls >= self.rules.min_calls and failures >= self.rules.ratio * calls
+
     def _open(self, now: float, random: Callable[[], float]) -> None:
         rules = self.rules
         spread = 1 + rules.jitter * (2 * random() - 1)
@@ -114,3 +168,4 @@ class Breaker:
         self.reopen_at = now + min(rules.open_s * 2.0**self.trips, rules.max_open_s) * spread
         self.trips = min(self.trips + 1, 30)
         self.failures = 0
+        self.window = None

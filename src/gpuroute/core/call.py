@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING
 
 from gpuroute.core.attempt import READY, STREAMING, Attempt, Phase
 from gpuroute.core.candidates import NOTHING_ASKED, Ask
+from gpuroute.core.history import prompt_units
 from gpuroute.core.outcome import Outcome
+from gpuroute.core.tried import Tried
 from gpuroute.errors import DeadlineExceeded, NoEndpointAvailable
 
 if TYPE_CHECKING:
     from gpuroute.core.pool import Pool
-    from gpuroute.core.state import EndpointState
 
 INF = math.inf
 
@@ -44,6 +45,7 @@ class Call:
         "started",
         "tried",
         "unanswered",
+        "work",
     )
 
     def __init__(
@@ -63,13 +65,16 @@ class Call:
         self.attempts = attempts or pool.rules.retry.attempts
         self.replayable = replayable
         self.history: list[Attempt] = []
-        self.tried: set[EndpointState] = set()
+        self.tried = Tried()
         self.not_before = now
         self.unanswered = 0
         shared = pool.shared
         shared.signals.calls += 1
+        self.work = pool.work(ask.tokens)
         with shared.lock:
-            pool.budget.deposit(now)
+            pool.budget.deposit(now, self.work)
+            pool.hedges.deposit(now, self.work)
+            pool.reroutes.deposit(now, self.work)
 
     def time_left(self, now: float) -> float:
         """Seconds until the deadline; infinite without one."""
@@ -122,9 +127,61 @@ class Call:
         rules = self.pool.rules.retry
         if outcome is Outcome.OVERLOADED:
             attempt.state.pause(now + rules.pause(retry_after, self.pool.shared.random))
-        if not outcome.retryable or not self._may_repeat(reached, answered=answered):
+        if outcome.health < 0:
+            self.tried.failed(attempt.state)
+        if not outcome.retryable or self.is_live or not self._may_repeat(reached, answered=answered):
             return False
         return self._schedule(reached, outcome, now)
+
+    @property
+    def is_live(self) -> bool:
+        """True while an attempt is in flight."""
+        return any(attempt.outcome is None for attempt in self.history)
+
+    # -------------------------------------------------------------------------------- silence and second attempts
+
+    def patience(self, attempt: Attempt) -> float:
+        """Seconds, from its start, that this attempt may be without a first byte before it counts as hung."""
+        return self.pool.rules.watchdog.first_byte(attempt, len(self.pool.snapshot.routable))
+
+    def gap_patience(self, attempt: Attempt) -> float:
+        """Seconds of silence within this attempt's stream that are still normal."""
+        return self.pool.rules.watchdog.gap(attempt)
+
+    def stalled(self, attempt: Attempt, now: float) -> bool:
+        """Its patience ran out: like `finish(TIMED_OUT)`, and repeated stalls eject the endpoint."""
+        self.pool.stalled(attempt, now)
+        return self.finish(attempt, Outcome.TIMED_OUT, now, reason=f"silent for {now - attempt.last:.2f} s")
+
+    def hedge_after(self, prefill_s: float = 0.0) -> float:
+        """Seconds after the start of an attempt when `hedge` or `reroute` is due; infinite when neither is on."""
+        rules, history = self.pool.rules.hedge, self.pool.shared.history
+        high = history.ttft.high(rules.spreads) * prompt_units(self.ask.tokens) if rules.hedge else INF
+        return min(rules.hedge_after(high), rules.reroute_after(prefill_s))
+
+    def hedge(self, now: float) -> Attempt | None:
+        """A second attempt beside the live one, if attempts, deadline, budgets and another endpoint allow it.
+
+        The loser must be cancelled and finished as CANCELLED by the driver; that teaches nothing.
+        """
+        pool, signals = self.pool, self.pool.shared.signals
+        if not self.replayable or len(self.history) >= self.attempts or now >= self.deadline:
+            return None
+        if len(self.tried) >= len(pool.snapshot.routable):
+            return None
+        extra = pool.hedges if pool.rules.hedge.hedge else pool.reroutes
+        with pool.shared.lock:
+            paid = extra.try_withdraw(now, self.work) and pool.budget.try_withdraw(now, self.work)
+        attempt = pool.acquire(self.ask, now, self.tried, len(self.history) + 1) if paid else None
+        if attempt is None:
+            signals.hedges_denied += 1
+            return None
+        signals.attempts += 1
+        signals.hedges += pool.rules.hedge.hedge
+        signals.reroutes += not pool.rules.hedge.hedge
+        self.history.append(attempt)
+        self.tried.add(attempt.state)
+        return attempt
 
     def close(self, now: float) -> None:
         """Release whatever is still live as CANCELLED. Idempotent; the end of every driver's `finally`."""
@@ -148,7 +205,7 @@ class Call:
         if now + wait >= self.deadline:
             return False
         with pool.shared.lock:
-            paid = pool.budget.try_withdraw(now)
+            paid = pool.budget.try_withdraw(now, self.work)
         if not paid:
             pool.shared.signals.retries_denied += 1
             return False

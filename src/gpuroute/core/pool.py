@@ -13,10 +13,15 @@ from gpuroute.core.breaker import BreakerRules
 from gpuroute.core.budget import Budget
 from gpuroute.core.candidates import NOTHING_ASKED, Ask
 from gpuroute.core.fleet import PoolSpec
+from gpuroute.core.hedge import HedgeRules
+from gpuroute.core.outliers import OutlierRules, Outliers
 from gpuroute.core.placement import Placements
 from gpuroute.core.retry import RetryRules
+from gpuroute.core.shared import Lock, NoLock, PoolState
 from gpuroute.core.snapshot import Snapshot, Survivors
-from gpuroute.core.state import INF, PAUSE, EndpointState, Lock, NoLock, PoolState
+from gpuroute.core.state import INF, PAUSE, EndpointState
+from gpuroute.core.tried import Tried
+from gpuroute.core.watchdog import WatchdogRules
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container
@@ -28,23 +33,42 @@ if TYPE_CHECKING:
 class PoolRules:
     """The effective settings of a pool: policy, retries, budget, breaker; durations in seconds.
 
-    `panic` says what happens when no endpoint is admitted: "fail_open" tries one all the same, "fail_fast" raises.
+    `panic` says what happens when the share of admitted endpoints is at or below `panic_share`: "fail_open" picks among
+    the unhealthy too, "fail_fast" does not, and raises when nobody is admitted.
     """
 
     policy: str = "auto"
     timeout: float | None = None
     max_in_flight: int | None = None
     panic: str = "fail_open"
+    panic_share: float = 0.0
     retry: RetryRules = RetryRules()
     breaker: BreakerRules = BreakerRules()
     budget_ratio: float = 0.2
     budget_floor: float = 10.0
+    outliers: OutlierRules = OutlierRules()
+    watchdog: WatchdogRules = WatchdogRules()
+    hedge: HedgeRules = HedgeRules()
 
 
 class Pool:
     """All that is known of one pool. Safe from any thread; `update` calls must not overlap each other."""
 
-    __slots__ = ("budget", "lock", "name", "placements", "rules", "shared", "snapshot", "spec", "survivors")
+    __slots__ = (
+        "budget",
+        "hedges",
+        "lock",
+        "mean_tokens",
+        "name",
+        "outliers",
+        "placements",
+        "reroutes",
+        "rules",
+        "shared",
+        "snapshot",
+        "spec",
+        "survivors",
+    )
 
     def __init__(
         self,
@@ -59,6 +83,10 @@ class Pool:
         self.shared = PoolState(random, rules.breaker, make_lock)
         self.lock = make_lock()
         self.budget = Budget(rules.budget_ratio, rules.budget_floor)
+        self.hedges = Budget(rules.hedge.hedge_share, floor=0.1)
+        self.reroutes = Budget(rules.hedge.reroute_share, floor=0.1)
+        self.outliers = Outliers(rules.outliers, now)
+        self.mean_tokens = 0.0
         self.placements = Placements()
         self.survivors = Survivors(self.shared)
         self.snapshot = Snapshot((), policy=rules.policy, random=random)
@@ -76,6 +104,7 @@ class Pool:
         if spec == self.spec and rules == self.rules:
             return
         before = self.snapshot
+        known = {state.id for state in before.states}
         self.rules = rules
         self.spec = spec
         self.snapshot = Snapshot(
@@ -85,17 +114,26 @@ class Pool:
             placements=self.placements,
             ring=before.picker.ring,
         )
+        self.shared.stalling.intersection_update(self.snapshot.states)
+        self.shared.wake_at = min(self.shared.wake_at, self.outliers.due_at)
+        if known:  # endpoints that were there before this process are as warm as they get
+            for state in self.snapshot.routable:
+                if state.id not in known:
+                    state.start_ramp(now)
 
     def pick(self, ask: Ask = NOTHING_ASKED, tried: Container[EndpointState] = ()) -> EndpointState | None:
-        """The endpoint for one attempt, or None; untried ones first, then any."""
+        """The endpoint for one attempt, or None; untried ones outside failed domains, then untried ones, then any."""
         picker = self.snapshot.picker
-        return picker.pick(ask, tried) or (picker.pick(ask) if tried else None)
+        state = picker.pick(ask, tried)
+        if state is None and isinstance(tried, Tried):
+            state = picker.pick(ask, tried.states)
+        return state or (picker.pick(ask) if tried else None)
 
     def acquire(self, ask: Ask, now: float, tried: Container[EndpointState] = (), number: int = 1) -> Attempt | None:
         """Start an attempt on the best endpoint, or None if no endpoint may take one."""
         if now >= self.shared.wake_at:
             self.tick(now)
-        state = self.pick(ask, tried)
+        state = None if self._panics() else self.pick(ask, tried)
         while state is not None:
             attempt = state.acquire(now, number, ask.tokens)
             if attempt is not None:
@@ -108,10 +146,38 @@ class Pool:
         """Lift caps whose time has passed."""
         with self.lock:
             self.shared.wake_at = INF
+            if now >= self.outliers.due_at:
+                self.outliers.sweep(self.snapshot.routable, self.shared, now)
             for state in tuple(self.shared.limited):
                 state.tick(now)
-            pending = [until for state in tuple(self.shared.limited) for until in state.until.values()]
-            self.shared.wake_at = min(pending, default=INF)
+            for state in tuple(self.shared.ramping):
+                state.climb(now)
+            with self.shared.lock:
+                moments = [until for state in self.shared.limited for until in tuple(state.until.values())]
+                moments += [self.outliers.due_at, now + 1.0 if self.shared.ramping else INF]
+                self.shared.wake_at = min(moments)
+
+    def stalled(self, attempt: Attempt, now: float) -> None:
+        """An attempt was silent for too long: the second in a row ejects its endpoint, if the cap leaves room."""
+        rules = self.rules.watchdog
+        if attempt.state.stalled(attempt, now) >= rules.eject_after:
+            with self.lock:
+                self.outliers.eject(attempt.state, self.snapshot.routable, self.shared, now, rules.eject_s)
+
+    def work(self, tokens: int) -> float:
+        """How much a call of this size weighs in the budgets: 1 for the usual size, within 0.1 .. 10."""
+        if not tokens:
+            return 1.0
+        self.mean_tokens += (tokens - self.mean_tokens) * (0.01 if self.mean_tokens else 1.0)
+        return min(10.0, max(0.1, tokens / self.mean_tokens))
+
+    def _panics(self) -> bool:
+        """Too few are admitted for the load of all: `panic_share` of 0 leaves it at "nobody is"."""
+        share, limited = self.rules.panic_share, self.shared.limited
+        if not share or not limited or self.rules.panic != "fail_open":
+            return False
+        routable = self.snapshot.routable
+        return sum(state.admitted for state in routable) <= share * len(routable)
 
     def pause_left(self, now: float) -> float:
         """Seconds until an endpoint takes calls again, if all that could are pausing on request; else 0."""
@@ -142,6 +208,7 @@ class Pool:
             attempt = state.acquire_in_panic(now, number, ask.tokens)
             if attempt is not None:
                 self.shared.signals.panic_picks += 1
+                self._placed(ask, state)
                 return attempt
         return None
 

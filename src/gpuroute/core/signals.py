@@ -21,6 +21,12 @@ class Signals:
     deadlines: int = 0
     pauses: int = 0
     breaker_opened: int = 0
+    ejections: int = 0
+    ejections_unenforced: int = 0
+    stalls: int = 0
+    hedges: int = 0
+    hedges_denied: int = 0
+    reroutes: int = 0
     keyless: int = 0
 
     def as_dict(self) -> dict[str, int]:

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from gpuroute.core.pickers import Kit, Picker, build_picker
-from gpuroute.core.state import CAPACITY, INF, EndpointState, PoolState
+from gpuroute.core.state import CAPACITY, INF, EndpointState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from gpuroute.core.endpoint import Endpoint
     from gpuroute.core.placement import Placements
     from gpuroute.core.ring import Ring
+    from gpuroute.core.shared import PoolState
 
 MAX_DEPARTED = 1_000
 

@@ -9,16 +9,14 @@ limit is acquired under the state's own lock (8 threads over an unlocked limit o
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from gpuroute.core.attempt import Attempt
-from gpuroute.core.breaker import Breaker, BreakerRules, BreakerState
-from gpuroute.core.signals import Signals
+from gpuroute.core.breaker import Breaker, BreakerState
+from gpuroute.core.history import History, prompt_units
+from gpuroute.core.shared import PoolState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import TracebackType
-
     from gpuroute.core.endpoint import Endpoint
     from gpuroute.core.outcome import Outcome
 
@@ -26,46 +24,10 @@ INF = math.inf
 BREAKER = "breaker"
 CAPACITY = "capacity"
 PAUSE = "pause"
-HEALTH_CAPS = frozenset({BREAKER, "ejection", "probation"})
-
-
-class Lock(Protocol):
-    """What the core needs of a lock; the router injects `threading.Lock`."""
-
-    def __enter__(self) -> object: ...
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
-    ) -> object: ...
-
-
-class NoLock:
-    """For single-threaded use: the simulator and unit tests."""
-
-    __slots__ = ()
-
-    def __enter__(self) -> None: ...
-    def __exit__(self, *_: object) -> None: ...
-
-
-class PoolState:
-    """What the endpoints of one pool share: live attempts, the next moment something expires, counters, chance."""
-
-    __slots__ = ("breaker_rules", "in_flight", "limited", "lock", "make_lock", "random", "signals", "wake_at")
-
-    def __init__(
-        self,
-        random: Callable[[], float],
-        breaker_rules: BreakerRules | None = None,
-        make_lock: Callable[[], Lock] = NoLock,
-    ) -> None:
-        self.random = random
-        self.breaker_rules = breaker_rules or BreakerRules()
-        self.make_lock = make_lock
-        self.lock = make_lock()
-        self.in_flight: set[Attempt] = set()
-        self.limited: set[EndpointState] = set()
-        self.wake_at = INF
-        self.signals = Signals()
+EJECTION = "ejection"
+HEALTH_CAPS = frozenset({BREAKER, EJECTION})
+DOMAINS = ("node", "rack", "zone")  # labels that name what fails together
+RAMP_S, RAMP_CALLS, RAMP_FLOOR = 30.0, 50, 0.1  # TensorFlow Serving and Triton warm up within 50-100 passes
 
 
 class EndpointState:
@@ -75,8 +37,10 @@ class EndpointState:
         "__weakref__",
         "breaker",
         "caps",
+        "domains",
         "endpoint",
-        "failures",
+        "failed",
+        "history",
         "id",
         "in_flight",
         "inverse_weight",
@@ -86,7 +50,11 @@ class EndpointState:
         "limit",
         "lock",
         "pool",
+        "ramp_at",
+        "ramp_from",
         "served",
+        "stalls",
+        "troubled",
         "until",
     )
 
@@ -98,8 +66,13 @@ class EndpointState:
         self.limit: float = INF
         self.lock = pool.make_lock()
         self.breaker = Breaker(pool.breaker_rules)
-        self.failures = 0
+        self.history: History | None = None
         self.served = 0
+        self.failed = 0
+        self.stalls = 0
+        self.troubled = False
+        self.ramp_at: float | None = None
+        self.ramp_from = 0
         self.joined_at = now
         self.last_error = ""
         self.last_error_at: float | None = None
@@ -109,7 +82,26 @@ class EndpointState:
         """Take over a new registry record of the same endpoint; load and history stay."""
         self.endpoint = endpoint
         self.id = endpoint.id
+        self.domains = tuple((name, endpoint.labels[name]) for name in DOMAINS if name in endpoint.labels)
         self.inverse_weight = 1.0 / endpoint.weight if endpoint.weight > 0 else INF
+
+    def start_ramp(self, now: float) -> None:
+        """Look dear at first: cold caches and lazy kernels make the first calls slow, and it must not be flooded."""
+        if self.endpoint.weight > 0:
+            self.ramp_at, self.ramp_from = now, self.served
+            self.pool.ramping.add(self)
+            self.pool.wake_at = min(self.pool.wake_at, now + 1.0)
+            self.climb(now)
+
+    def climb(self, now: float) -> None:
+        """Look less dear as time passes and calls complete, whichever is further."""
+        if self.ramp_at is None:
+            return
+        progress = max((now - self.ramp_at) / RAMP_S, (self.served - self.ramp_from) / RAMP_CALLS)
+        self.inverse_weight = 1.0 / (self.endpoint.weight * min(1.0, max(RAMP_FLOOR, progress)))
+        if progress >= 1:
+            self.ramp_at = None
+            self.pool.ramping.discard(self)
 
     @property
     def admitted(self) -> bool:
@@ -154,29 +146,62 @@ class EndpointState:
                     self._set_cap(BREAKER, self.breaker.cap(self.in_flight))
                 else:
                     self._set_cap(name, INF)
+                    if name == EJECTION:
+                        self.start_ramp(now)
 
     def first_token(self, attempt: Attempt, now: float) -> None:
-        """An attempt's first byte arrived."""
+        """An attempt's first byte arrived: learn how long that takes here, per unit of prompt."""
+        self._learn_ttft(attempt, now - attempt.started)
+        if self.stalls:
+            self.stalls = 0
+            self.pool.stalling.discard(self)
+
+    def chunk(self, gap: float) -> None:
+        """A stream here went on after `gap` seconds."""
+        if self.history is not None:
+            self.history.gap.add(gap)
+        self.pool.history.gap.add(gap)
+
+    def stalled(self, attempt: Attempt, now: float) -> int:
+        """An attempt here was silent for longer than is normal; how many in a row that makes."""
+        # Silence is a sample too, at least this long: else a pool that slows down would look hung for ever.
+        self._learn_ttft(attempt, 2 * (now - attempt.started))
+        self.stalls += 1
+        self.pool.stalling.add(self)
+        self.pool.signals.stalls += 1
+        return self.stalls
+
+    def _learn_ttft(self, attempt: Attempt, seconds: float) -> None:
+        if self.history is None:
+            self.history = History()
+        per_unit = seconds / prompt_units(attempt.tokens)
+        self.history.ttft.add(per_unit)
+        self.pool.history.ttft.add(per_unit)
 
     def teach(self, attempt: Attempt, outcome: Outcome, now: float) -> None:
         """Learn from a finished attempt. On success with nothing wrong before, this is all that is done."""
         self.served += 1
         if outcome.health < 0:
-            self.failures += 1
+            self.failed += 1
+            self.troubled = True
             self.last_error = attempt.reason or outcome.label
             self.last_error_at = now
             with self.lock:
                 self.breaker.failed(attempt, now, self.pool.random)
                 self._follow_breaker()
-        elif self.failures or self.limit != INF:
-            self._recover(attempt, outcome)
+        elif self.troubled or self.limit != INF:
+            self._recover(attempt, outcome, now)
+        if self.ramp_at is not None:
+            self.climb(now)
 
-    def _recover(self, attempt: Attempt, outcome: Outcome) -> None:
+    def _recover(self, attempt: Attempt, outcome: Outcome, now: float) -> None:
         with self.lock:
             if outcome.health > 0:
-                self.breaker.succeeded(attempt)
-                if not self.breaker.trips and self.breaker.state is BreakerState.CLOSED:
-                    self.failures = 0
+                was = self.breaker.state
+                self.breaker.succeeded(attempt, now)
+                if was is not BreakerState.CLOSED and self.breaker.state is BreakerState.CLOSED:
+                    self.start_ramp(now)
+                self.troubled = self.breaker.troubled
             self._follow_breaker()
 
     def _follow_breaker(self) -> None:

@@ -1,0 +1,61 @@
+"""What is normal for an endpoint, kept in the log domain: a typical value and how far it strays.
+
+Times of inference spread over orders of magnitude, so means and deviations of the values themselves are ruled by the
+last outlier; of their logarithms they are not, and "ten times the usual" is one subtraction.
+"""
+
+from __future__ import annotations
+
+import math
+
+SPREAD_FLOOR = 0.25  # e^0.25: even a steady endpoint varies by a quarter
+ENOUGH = 20  # below that many samples nothing is called abnormal
+
+
+class LogMean:
+    """An EWMA of log(value) and of its absolute deviation; the first samples weigh equally. O(1), not locked."""
+
+    __slots__ = ("alpha", "count", "mean", "spread")
+
+    def __init__(self, alpha: float = 0.05) -> None:
+        self.alpha = alpha
+        self.count = 0
+        self.mean = 0.0
+        self.spread = 1.0
+
+    def add(self, value: float) -> None:
+        """Learn one sample (> 0; anything else is ignored)."""
+        if not 0 < value < math.inf:
+            return
+        self.count += 1
+        step = max(self.alpha, 1.0 / self.count)
+        off = math.log(value) - self.mean
+        self.mean += step * off
+        if self.count > 1:
+            self.spread += step * (abs(off) - self.spread)
+
+    @property
+    def typical(self) -> float:
+        """The geometric mean; 0 before the first sample."""
+        return math.exp(self.mean) if self.count else 0.0
+
+    def high(self, spreads: float = 4.0) -> float:
+        """A value that is rarely exceeded (4 mean absolute deviations: about the p99.9 of a log-normal)."""
+        if self.count < ENOUGH:
+            return math.inf
+        return math.exp(self.mean + spreads * max(self.spread, SPREAD_FLOOR))
+
+
+class History:
+    """Normal times of one endpoint or pool: `ttft` per unit of prompt, `gap` between chunks; seconds."""
+
+    __slots__ = ("gap", "ttft")
+
+    def __init__(self) -> None:
+        self.ttft = LogMean()
+        self.gap = LogMean(0.01)
+
+
+def prompt_units(tokens: int) -> float:
+    """How much longer a first token takes for a longer prompt, roughly: one unit, and one per 1,000 tokens."""
+    return 1.0 + tokens / 1_000.0

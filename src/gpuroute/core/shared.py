@@ -1,0 +1,73 @@
+"""What the endpoints of one pool share, and what the core needs of a lock."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Protocol
+
+from gpuroute.core.breaker import BreakerRules
+from gpuroute.core.history import History
+from gpuroute.core.signals import Signals
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+    from gpuroute.core.attempt import Attempt
+    from gpuroute.core.state import EndpointState
+
+INF = math.inf
+
+
+class Lock(Protocol):
+    """What the core needs of a lock; the router injects `threading.Lock`."""
+
+    def __enter__(self) -> object: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> object: ...
+
+
+class NoLock:
+    """For single-threaded use: the simulator and unit tests."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
+
+
+class PoolState:
+    """What the endpoints of one pool share: live attempts, the next moment something expires, counters, chance."""
+
+    __slots__ = (
+        "breaker_rules",
+        "history",
+        "in_flight",
+        "limited",
+        "lock",
+        "make_lock",
+        "ramping",
+        "random",
+        "signals",
+        "stalling",
+        "wake_at",
+    )
+
+    def __init__(
+        self,
+        random: Callable[[], float],
+        breaker_rules: BreakerRules | None = None,
+        make_lock: Callable[[], Lock] = NoLock,
+    ) -> None:
+        self.random = random
+        self.breaker_rules = breaker_rules or BreakerRules()
+        self.make_lock = make_lock
+        self.lock = make_lock()
+        self.in_flight: set[Attempt] = set()
+        self.limited: set[EndpointState] = set()
+        self.ramping: set[EndpointState] = set()
+        self.stalling: set[EndpointState] = set()
+        self.history = History()
+        self.wake_at = INF
+        self.signals = Signals()

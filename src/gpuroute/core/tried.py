@@ -1,0 +1,34 @@
+"""Where a call has been: exact exclusion of tried endpoints, and of what fails together with them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gpuroute.core.state import EndpointState
+
+
+class Tried:
+    """A container of endpoint states: the tried ones, and those that share a label (node, rack, zone) with one that failed."""
+
+    __slots__ = ("domains", "states")
+
+    def __init__(self) -> None:
+        self.states: set[EndpointState] = set()
+        self.domains: set[tuple[str, str]] = set()
+
+    def add(self, state: EndpointState) -> None:
+        """An attempt went there."""
+        self.states.add(state)
+
+    def failed(self, state: EndpointState) -> None:
+        """It failed there, so prefer what does not share its fate."""
+        self.domains.update(state.domains)
+
+    def __contains__(self, state: object) -> bool:
+        if state in self.states:
+            return True
+        return bool(self.domains) and not self.domains.isdisjoint(state.domains)  # type: ignore[attr-defined]
+
+    def __len__(self) -> int:
+        return len(self.states)
