@@ -19,7 +19,8 @@ from gpuroute.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from gpuroute.core.state import EndpointState, PoolState
+    from gpuroute.core.shared import PoolState
+    from gpuroute.core.state import EndpointState
 
 MAD_TO_SIGMA = 1.4826
 

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 from gpuroute.core.attempt import Attempt
 from gpuroute.core.breaker import Breaker, BreakerState
 from gpuroute.core.history import History, prompt_units
-from gpuroute.core.shared import PoolState
 
 if TYPE_CHECKING:
     from gpuroute.core.endpoint import Endpoint
     from gpuroute.core.outcome import Outcome
+    from gpuroute.core.shared import PoolState
 
 INF = math.inf
 BREAKER = "breaker"

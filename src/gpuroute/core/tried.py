@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class Tried:
-    """A container of endpoint states: the tried ones, and those that share a label (node, rack, zone) with one that failed."""
+    """A container of endpoint states: the tried ones, and those that share a node, rack or zone with a failed one."""
 
     __slots__ = ("domains", "states")
 
