@@ -401,7 +401,7 @@ class Router:
         return f"<Router {type(self._source).__name__} pools={pools} version={self.version}{' closed' * self._closed}>"
 
 
-def _resetafter_fork() -> None:
+def _reset_after_fork() -> None:
     for router in tuple(_ROUTERS):
         router.after_fork()
 
