@@ -340,10 +340,8 @@ class Gpu:
         half = self._growth / 2
         linear = self._step - half
         elapsed = max(0.0, now - self._start)
-        if half > 0.0:
-            done = (sqrt(linear * linear + 4 * half * elapsed) - linear) / (2 * half)
-        else:
-            done = elapsed / linear
+        root = sqrt(linear * linear + 4 * half * elapsed)
+        done = (root - linear) / (2 * half) if half > 0.0 else elapsed / linear
         self._steps = min(steps, max(1, ceil(done - 1e-9)))
         self.next_at = self._start + self._span(self._steps)
 

@@ -1,0 +1,141 @@
+"""Simulated processes that run the real core: one `Pool` and one random stream each, driven under virtual time.
+
+Five hundred clients of a thousand endpoints are half a million endpoint states, about 0.6 KiB each: affordable, so
+each client has exactly what a real process has. Only the ring is shared, because it is immutable and every client
+would compute the same one.
+"""
+
+from __future__ import annotations
+
+from random import Random
+from struct import pack
+from typing import TYPE_CHECKING, Final
+
+from xxhash import xxh3_64_intdigest
+
+from gpuroute.core.call import Call
+from gpuroute.core.candidates import Ask
+from gpuroute.core.fleet import PoolSpec
+from gpuroute.core.outcome import Outcome
+from gpuroute.core.pool import Pool, PoolRules
+from gpuroute.core.prefix import BLOCK_TOKENS, DEPTHS
+from gpuroute.core.ring import Ring
+from gpuroute.errors import DeadlineExceeded, NoEndpointAvailable
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gpuroute.core.attempt import Attempt
+
+
+    from .fleet import Load, Server
+    from .loop import Flight, Simulation
+    from .traces import Request
+
+TRACE_BLOCK: Final = 512
+POOL: Final = "pool"
+
+
+def ladder_of(request: Request) -> tuple[int, ...]:
+    """The hashes that the production code would compute from the prompt's text, made from the trace's block ids."""
+    blocks = request.blocks
+    if not blocks:
+        return ()
+    rungs = []
+    for depth in DEPTHS:
+        index = (depth * BLOCK_TOKENS - 1) // TRACE_BLOCK
+        if index >= len(blocks) or depth * BLOCK_TOKENS > request.prompt_tokens:
+            break
+        rungs.append(xxh3_64_intdigest(pack("<qq", blocks[index], depth)))
+    return tuple(rungs)
+
+
+def session_of(request: Request) -> int | None:
+    """The ring position of the request's conversation."""
+    return None if request.session is None else xxh3_64_intdigest(pack("<q", request.session))
+
+
+class CoreClient:
+    """One process with the real core in it."""
+
+    def __init__(self, sim: Simulation, pool: Pool, *, by_session: bool, cold: bool = False) -> None:
+        self.pool = pool
+        self._sim = sim
+        self._by_session = by_session
+        self._warm: set[int] | None = set() if cold else None
+
+    def arrive(self, flight: Flight, now: float) -> None:
+        request, pool = flight.request, self.pool
+        ladder = ladder_of(request) if pool.wants_ladder else ()
+        key = session_of(request) if self._by_session else None
+        flight.call = Call(pool, now, ask=Ask(key, ladder, request.prompt_tokens))
+        self._attempt(flight)
+
+    def first(self, flight: Flight, now: float, load: Load) -> None:  # noqa: ARG002
+        attempt: Attempt = flight.extra  # type: ignore[assignment]
+        attempt.first_token(now)
+
+    def done(self, flight: Flight, now: float, load: Load) -> None:  # noqa: ARG002
+        call: Call = flight.call  # type: ignore[assignment]
+        call.finish(flight.extra, Outcome.SUCCESS, now)  # type: ignore[arg-type]
+
+    def error(self, flight: Flight, outcome: Outcome, now: float, retry_after: float | None) -> None:
+        call: Call = flight.call  # type: ignore[assignment]
+        attempt: Attempt = flight.extra  # type: ignore[assignment]
+        if flight.reached:
+            attempt.sent(now)
+        if call.finish(attempt, outcome, now, retry_after=retry_after, answered=retry_after is not None):
+            self._sim.at(now + call.delay(now), self._attempt, flight)
+        else:
+            self._sim.give_up(flight)
+
+    def fleet_changed(self, states: Sequence[str | None], now: float) -> None:
+        self.pool.update(spec_of(self._sim.servers, states), self.pool.rules, now)
+
+    def _attempt(self, flight: Flight) -> None:
+        sim, call = self._sim, flight.call
+        assert isinstance(call, Call)
+        if not flight.live:
+            call.close(sim.now)
+            return
+        if (pause := call.delay(sim.now)) > 0:
+            sim.at(sim.now + pause, self._attempt, flight)
+            return
+        try:
+            attempt = call.next_attempt(sim.now)
+        except (NoEndpointAvailable, DeadlineExceeded):
+            sim.give_up(flight)
+            return
+        flight.extra = attempt
+        index = int(attempt.state.id[4:])  # gpu-<index>
+        sim.send(flight, index, cold=self._is_cold(index))
+
+    def _is_cold(self, index: int) -> bool:
+        warm = self._warm
+        if warm is None or index in warm:
+            return False
+        warm.add(index)
+        return True
+
+
+def spec_of(servers: Sequence[Server], states: Sequence[str | None]) -> PoolSpec:
+    """The pool as the registry lists it."""
+    listed = zip(servers, states, strict=True)
+    return PoolSpec(POOL, tuple(server.endpoint(state) for server, state in listed if state is not None))
+
+
+def core_clients(
+    sim: Simulation, count: int, policy: str, seed: int, *, cold: bool = False
+) -> list[CoreClient]:
+    """`count` processes with that policy. Raises ConfigError for an unknown one."""
+    spec = spec_of(sim.servers, sim.start_view())
+    rules = PoolRules(policy=policy)
+    clients: list[CoreClient] = []
+    ring: Ring | None = None
+    for number in range(count):
+        pool = Pool(PoolSpec(POOL), rules, random=Random(f"{seed}/client/{number}").random)
+        pool.snapshot.picker.ring = ring
+        pool.update(spec, rules, 0.0)
+        ring = pool.snapshot.picker.ring
+        clients.append(CoreClient(sim, pool, by_session=policy == "session", cold=cold))
+    return clients
