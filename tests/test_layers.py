@@ -18,9 +18,8 @@ ANYTHING_PUBLIC = {"router", "config", "registry", "engines", "observe", "core",
 
 MAY_IMPORT = {
     "errors": set(),
-    "forms": set(),
     "core": {"errors"},
-    "config": {"forms", "core", "errors"},
+    "config": {"core", "errors"},
     "engines": {"core", "errors"},
     "registry": {"core", "config", "errors"},
     "router": {"core", "config", "registry", "engines", "errors"},
@@ -32,16 +31,17 @@ MAY_IMPORT = {
     "testing": ANYTHING_PUBLIC | {"transports", "sim"},
     "cli": ANYTHING_PUBLIC | {"transports", "testing", "sim", "agent"},
 }
-# The modules that users import to get a transport, and the package itself, which only passes names on.
-PUBLIC = {"__init__", "httpx", "httpx2", "grpc", "wrap"}
+# "public": the modules that users import to get a transport, and the package itself, which only passes names on.
+PART_OF = {"routed": "router", "forms": "config", "__main__": "cli"} | dict.fromkeys(
+    ("__init__", "httpx", "httpx2", "grpc", "wrapping"), "public"
+)
 BANNED_IN_CORE = {"time", "random", "threading", "asyncio", "socket", "logging", "os", "secrets", "datetime"}
 
 
 def layer_of(module: str) -> str:
     """The layer of `gpuroute.x.y`."""
     part = module.split(".")[1] if "." in module else "__init__"
-    part = "cli" if part == "__main__" else part
-    return "public" if part in PUBLIC else part
+    return PART_OF.get(part, part)
 
 
 def module_of(path: Path) -> str:
