@@ -67,6 +67,10 @@ class Batcher:
         """Always 0: nothing is cached."""
         return 0 * len(blocks)
 
+    def busy_at(self, now: float) -> float:
+        """Seconds of work begun so far, at most one batch ahead of the clock."""
+        return self.busy + sum(max(0.0, seconds - (ends - now)) for ends, seconds, _ in self._batches)
+
     def jobs(self) -> list[Job]:
         """Everything submitted and not ended."""
         return [*(job for _, _, members in self._batches for job in members), *self._waiting]

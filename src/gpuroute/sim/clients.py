@@ -1,8 +1,9 @@
-"""Simulated processes that run the real core: one `Pool` and one random stream each, driven under virtual time.
+"""Simulated processes that run the real core: one `Pool` and one random stream each, driven under virtual
+time.
 
-Five hundred clients of a thousand endpoints are half a million endpoint states, about 0.6 KiB each: affordable, so
-each client has exactly what a real process has. Only the ring is shared, because it is immutable and every client
-would compute the same one.
+Five hundred clients of a thousand endpoints are half a million endpoint states, about 0.6 KiB each:
+affordable, so each client has exactly what a real process has. Only the ring is shared, because it is
+immutable and every client would compute the same one.
 """
 
 from __future__ import annotations
@@ -19,14 +20,13 @@ from gpuroute.core.fleet import PoolSpec
 from gpuroute.core.outcome import Outcome
 from gpuroute.core.pool import Pool, PoolRules
 from gpuroute.core.prefix import BLOCK_TOKENS, DEPTHS
-from gpuroute.core.ring import Ring
 from gpuroute.errors import DeadlineExceeded, NoEndpointAvailable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gpuroute.core.attempt import Attempt
-
+    from gpuroute.core.ring import Ring
 
     from .fleet import Load, Server
     from .loop import Flight, Simulation
@@ -37,7 +37,9 @@ POOL: Final = "pool"
 
 
 def ladder_of(request: Request) -> tuple[int, ...]:
-    """The hashes that the production code would compute from the prompt's text, made from the trace's block ids."""
+    """The hashes that the production code would compute from the prompt's text, made from the trace's
+    block ids.
+    """
     blocks = request.blocks
     if not blocks:
         return ()
@@ -124,9 +126,7 @@ def spec_of(servers: Sequence[Server], states: Sequence[str | None]) -> PoolSpec
     return PoolSpec(POOL, tuple(server.endpoint(state) for server, state in listed if state is not None))
 
 
-def core_clients(
-    sim: Simulation, count: int, policy: str, seed: int, *, cold: bool = False
-) -> list[CoreClient]:
+def core_clients(sim: Simulation, count: int, policy: str, seed: int, *, cold: bool = False) -> list[CoreClient]:
     """`count` processes with that policy. Raises ConfigError for an unknown one."""
     spec = spec_of(sim.servers, sim.start_view())
     rules = PoolRules(policy=policy)

@@ -1,7 +1,9 @@
-"""The simulated fleet: what `--fleet 40xH100,10xL40S` means, the servers, and what happens to them (`--event`).
+"""The simulated fleet: what `--fleet 40xH100,10xL40S` means, the servers, and what happens to them
+(`--event`).
 
-A server answers like a real one: refused when it is dead, silent when it hangs, an error or an overload answer when
-told so, else tokens at the pace of its engine. `report` is what an engine or an agent beside it would say of itself.
+A server answers like a real one: refused when it is dead, silent when it hangs, an error or an overload
+answer when told so, else tokens at the pace of its engine. `report` is what an engine or an agent beside it
+would say of itself.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ _PART = re.compile(r"(?P<count>\d+)x(?P<kind>[A-Za-z0-9_-]+)(?:@(?P<speed>[0-9.]
 
 
 class Load(NamedTuple):
-    """What a server says of itself at `at`: counts, prompt tokens still to prefill, share of the KV pool in use."""
+    """What a server says of itself at `at`: counts, prompt tokens still to prefill, share of the KV
+    pool in use.
+    """
 
     at: float
     running: int
@@ -64,7 +68,9 @@ class Engine:
 
 
 class Server:
-    """One engine of the fleet and its troubles. `errors`: share of calls answered 500; `limit`: jobs before 503."""
+    """One engine of the fleet and its troubles. `errors`: share of calls answered 500; `limit`: jobs
+    before 503.
+    """
 
     __slots__ = (
         "alive",
@@ -117,7 +123,9 @@ class Server:
 
 
 def parse_fleet(text: str, engine: Engine) -> list[Server]:
-    """Servers of a fleet such as `40xH100,10xL40S@0.5` (`@0.5`: at half speed). ValueError says what is wrong."""
+    """Servers of a fleet such as `40xH100,10xL40S@0.5` (`@0.5`: at half speed). ValueError says what is
+    wrong.
+    """
     servers: list[Server] = []
     for part in text.split(","):
         match = _PART.fullmatch(part.strip())
@@ -135,7 +143,9 @@ def parse_fleet(text: str, engine: Engine) -> list[Server]:
 
 @dataclass(frozen=True, slots=True)
 class FleetEvent:
-    """Something that happens at `at` (seconds from the start) to some servers; `value` depends on the kind."""
+    """Something that happens at `at` (seconds from the start) to some servers; `value` depends on the
+    kind.
+    """
 
     at: float
     kind: str
@@ -155,8 +165,9 @@ class FleetEvent:
 def parse_event(text: str) -> FleetEvent:
     """`AT:KIND:SERVERS[:VALUE]`, e.g. `300:throttle:5%:0.2`, `300:die:3`, `300:outage::60`.
 
-    `throttle` VALUE is the loss of speed, `errors` the share of calls, `overload` the jobs a server holds before it
-    answers 503, `outage` seconds without registry news; `join` servers are absent until then.
+    `throttle` VALUE is the loss of speed, `errors` the share of calls, `overload` the jobs a server
+    holds before it answers 503, `outage` seconds without registry news; `join` servers are absent until
+    then.
     """
     parts = text.split(":")
     if len(parts) not in {2, 3, 4} or parts[1] not in EVENT_KINDS:

@@ -233,6 +233,20 @@ class Gpu:
         self._step = self._growth = 0.0  # seconds of its first step, and what each later one adds
 
     @property
+    def token_seconds(self) -> float:
+        """Seconds per prompt token of a full prefill step beside what decodes now: the price of
+        queueing here.
+        """
+        spec, n, budget = self.spec, self.decoding, self.max_num_batched_tokens
+        step = self._fixed[budget] + spec.k * self._kv_tokens + spec.s * n
+        return self.slowdown * step / max(1, budget - n)
+
+    @property
+    def step_ends_at(self) -> float:
+        """When the step under way ends and new work may begin; -inf when idle."""
+        return self._start + self._step if self._steps else -inf
+
+    @property
     def waiting(self) -> int:
         """Jobs not yet admitted."""
         return len(self._waiting)
@@ -246,6 +260,10 @@ class Gpu:
     def kv_usage(self) -> float:
         """Share of the KV pool that running jobs hold, 0 to 1."""
         return self.kv.active / self.kv.capacity
+
+    def busy_at(self, now: float) -> float:
+        """Seconds it has worked so far, the run under way included."""
+        return self.busy + (max(0.0, now - self._start) if self._steps else 0.0)
 
     def jobs(self) -> list[Job]:
         """Everything submitted and not ended."""

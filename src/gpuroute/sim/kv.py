@@ -15,23 +15,29 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 
 class KvPool:
     """Tokens held (`active`) and blocks remembered. `active + idle blocks <= capacity` after every method."""
 
-    __slots__ = ("_dram", "_dram_blocks", "_idle", "_refs", "active", "block", "capacity", "evictions")
+    __slots__ = ("_dram", "_dram_blocks", "_idle", "_refs", "active", "block", "capacity", "evictions", "watch")
 
     def __init__(self, capacity: int, *, block: int = 512, dram_tokens: int = 0) -> None:
         self.capacity = capacity
         self.block = block
         self.active = 0
         self.evictions = 0
+        self.watch: Callable[[int, bool], None] | None = None  # told of blocks that come (True) and go
         self._refs: dict[int, int] = {}
         self._idle: dict[int, None] = {}
         self._dram: dict[int, None] = {}
         self._dram_blocks = dram_tokens // block
+
+    @property
+    def dram_tokens(self) -> int:
+        """Size of the second tier."""
+        return self._dram_blocks * self.block
 
     @property
     def free(self) -> int:
@@ -91,6 +97,8 @@ class KvPool:
                 continue
             idle.pop(key, None)
             refs[key] = 1
+            if self.watch is not None:
+                self.watch(key, True)
 
     def release(self, blocks: Sequence[int], tokens: int) -> None:
         """Give back a sequence: `tokens` of its own, and its hold on `blocks` (tail first, so the
@@ -109,6 +117,9 @@ class KvPool:
 
     def clear(self) -> None:
         """Forget everything: the engine restarted."""
+        if self.watch is not None:
+            for key in (*self._refs, *self._idle, *self._dram):
+                self.watch(key, False)
         self.active = 0
         self._refs.clear()
         self._idle.clear()
@@ -125,9 +136,16 @@ class KvPool:
     def _spill(self, key: int) -> None:
         self.evictions += 1
         if not self._dram_blocks:
+            self._gone(key)
             return
         dram = self._dram
         dram.pop(key, None)
         dram[key] = None
         if len(dram) > self._dram_blocks:
-            del dram[next(iter(dram))]
+            oldest = next(iter(dram))
+            del dram[oldest]
+            self._gone(oldest)
+
+    def _gone(self, key: int) -> None:
+        if self.watch is not None and key not in self._refs and key not in self._idle:
+            self.watch(key, False)

@@ -1,8 +1,9 @@
-"""The event loop in virtual time: calls arrive, travel, wait in engines and come back; clients decide where they go.
+"""The event loop in virtual time: calls arrive, travel, wait in engines and come back; clients decide where
+they go.
 
-Everything random comes from streams named after the seed, every tie in time is broken by order of scheduling, so one
-seed gives one result. The loop knows nothing of policies: a `Client` is told what a real process would see (an arrival,
-the first token, the end, an error) and answers with `send`.
+Everything random comes from streams named after the seed, every tie in time is broken by order of
+scheduling, so one seed gives one result. The loop knows nothing of policies: a `Client` is told what a real
+process would see (an arrival, the first token, the end, an error) and answers with `send`.
 """
 
 from __future__ import annotations
@@ -11,16 +12,16 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
 from random import Random
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from gpuroute.core.outcome import Outcome
 
-from .fleet import FleetEvent, Load, Server
 from .gpu import Job
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from .fleet import FleetEvent, Load, Server
     from .measure import Meter
     from .traces import Request
 
@@ -94,6 +95,7 @@ class Simulation:
         self.timeout = timeout
         self.clients: Sequence[Client] = ()
         self.seed = seed
+        self.shared: dict[str, Any] = {}  # what the instances of a peer have in common
         self._requests = requests
         self._sticky = sticky
         self._random = Random(f"{seed}/clients")
@@ -113,7 +115,9 @@ class Simulation:
         heappush(self._heap, (when, self._order, action, what))
 
     def run(self) -> None:
-        """Until every call has ended (or, with servers hung and no timeout, until nothing can happen any more)."""
+        """Until every call has ended (or, with servers hung and no timeout, until nothing can
+        happen any more).
+        """
         heap, requests = self._heap, self._requests
         upcoming = next(requests, None)
         meter, tick = self.meter, self.meter.next_sample
@@ -146,7 +150,9 @@ class Simulation:
             self.meter.failed(flight, self.now)
 
     def abandon(self, flight: Flight) -> None:
-        """Stop the attempt under way (a timeout, a reroute): the server hears of it after the network's delay."""
+        """Stop the attempt under way (a timeout, a reroute): the server hears of it after the
+        network's delay.
+        """
         if flight.job is not None and flight.server is not None:
             self.at(self.now + self.network.delay, self._cancel, (flight.job, flight.server))
         flight.job = None
@@ -179,9 +185,7 @@ class Simulation:
         if not flight.live or flight.server is not server:
             return
         flight.reached = server.alive
-        if not server.alive:
-            self._answer_error(flight, server, Outcome.FAILED)
-        elif server.errors and self._trouble.random() < server.errors:
+        if not server.alive or (server.errors and self._trouble.random() < server.errors):
             self._answer_error(flight, server, Outcome.FAILED)
         elif server.limit and server.live >= server.limit:
             self._answer_error(flight, server, Outcome.OVERLOADED)

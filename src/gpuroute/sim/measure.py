@@ -1,7 +1,8 @@
 """What a simulation reports: times of calls that arrived in the measured window, and how even the load was.
 
-A call counts from its arrival at the client to the bytes it sees, so asks, retries and network are inside. A failed
-call has no time to first token; it lowers `success` and `goodput` instead, which is why both stand beside the means.
+A call counts from its arrival at the client to the bytes it sees, so asks, retries and network are inside.
+A failed call has no time to first token; it lowers `success` and `goodput` instead, which is why both stand
+beside the means.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """A call is good if its first token came within `ttft` and its later ones within `tpot` seconds on average."""
+    """A call is good if its first token came within `ttft` and its later ones within `tpot` seconds on
+    average.
+    """
 
     ttft: float = 2.0
     tpot: float = 0.1
@@ -47,6 +50,7 @@ class Meter:
         self._every = every
         self._busy: list[float] | None = None
         self.utilisation = 0.0
+        self._since = warmup
         self._peaks: list[float] = []
 
     def arrived(self, flight: Flight) -> None:
@@ -81,15 +85,16 @@ class Meter:
     def sample(self, now: float, servers: Sequence[Server]) -> float:
         """Look at the fleet; gives the time of the next look."""
         if self._busy is None:
-            self._busy = [server.gpu.busy for server in servers]
+            self._since = now
+            self._busy = [server.gpu.busy_at(now) for server in servers]
         if now <= self.end:
             loads = [server.live for server in servers if server.alive]
             mean = sum(loads) / len(loads) if loads else 0.0
             self.samples.append((now, mean, max(loads, default=0)))
             if mean:
                 self._peaks.append(max(loads) / mean)
-            spent = sum(server.gpu.busy for server in servers) - sum(self._busy)
-            self.utilisation = spent / (len(servers) * max(now - self.warmup, 1e-9))
+            spent = sum(server.gpu.busy_at(now) for server in servers) - sum(self._busy)
+            self.utilisation = spent / (len(servers) * max(now - self._since, 1e-9))
             return now + self._every
         return inf
 
@@ -110,7 +115,9 @@ class Meter:
         }
 
     def extra(self) -> dict[str, float]:
-        """Figures beside the fixed ones: utilisation (0 to 1), attempts per call, requests and tokens per second."""
+        """Figures beside the fixed ones: utilisation (0 to 1), attempts per call, requests and
+        tokens per second.
+        """
         return {
             "utilisation": self.utilisation,
             "attempts_per_call": self.attempts / self.arrivals if self.arrivals else 0.0,
