@@ -1,0 +1,76 @@
+"""The documents say what the code does: tables, links, commands, examples."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import gpuroute
+from gpuroute.cli import COMMANDS
+from gpuroute.config import is_secret, markdown, rows, variable
+from gpuroute.core.outcome import Outcome
+from gpuroute.core.pickers import POLICIES
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+COMMANDS_OF_THE_README = [
+    "python3 -m venv .venv && .venv/bin/pip install -q -e '.[demo]' && .venv/bin/gpuroute demo",
+    "python3 -m venv .venv && .venv/bin/pip install -q -e '.[test]' && .venv/bin/pytest -q",
+]
+
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+def test_readme_opens_with_a_paragraph_an_example_and_the_two_commands() -> None:
+    parts = re.split(r"^```", (ROOT / "README.md").read_text(), maxsplit=2, flags=re.MULTILINE)
+    title, paragraph = parts[0].strip().split("\n\n")
+    assert title == "# gpuroute"
+    assert len(paragraph) > 100
+    assert parts[1].startswith("python\n")
+    code = [line for line in parts[1].splitlines()[1:] if line.strip()]
+    assert len(code) <= 10
+    assert [line for block in blocks(parts[2], "sh") for line in block.splitlines()] == COMMANDS_OF_THE_README
+
+
+def test_configuration_has_the_table_of_the_code() -> None:
+    assert markdown() in (ROOT / "docs" / "configuration.md").read_text(), "run python -m gpuroute.config"
+
+
+def test_policies_and_outcomes_are_explained() -> None:
+    configuration = (ROOT / "docs" / "configuration.md").read_text().partition("## Policies")[2]
+    assert set(re.findall(r"^\| `(\w+)`", configuration, re.MULTILINE)) == set(POLICIES)
+    index = (ROOT / "docs" / "index.md").read_text()
+    assert {outcome.label for outcome in Outcome} <= set(re.findall(r"^\| (\w+) \|", index, re.MULTILINE))
+
+
+@every_page
+def test_links_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text())
+    assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == []
+
+
+@every_page
+def test_variables_and_commands_exist(page: Path) -> None:
+    text = page.read_text()
+    known = {variable(row.name) for row in rows()} | {variable(row.name) + "_FILE" for row in rows() if is_secret(row)}
+    assert set(re.findall(r"GPUROUTE_[A-Z_]*[A-Z]", text)) - known == set()
+    shell = "".join(blocks(text, "sh")) + " ".join(re.findall(r"`(gpuroute [^`]*)`", text))
+    assert set(re.findall(r"(?:^|/| )gpuroute ([a-z]+)", shell, re.MULTILINE)) - set(COMMANDS) == set()
+
+
+@every_page
+def test_python_in_documents_parses(page: Path) -> None:
+    for block in blocks(page.read_text(), "python"):
+        ast.parse(block)
+
+
+def test_the_changelog_knows_this_version() -> None:
+    releases = re.findall(r"^## \[(\d\S*)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert releases[0] == gpuroute.__version__
