@@ -11,6 +11,8 @@ import traceback
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gpuroute.config import Secret, Settings, is_secret, rows, unknown_variables, variable
 from gpuroute.errors import ConfigError
@@ -93,6 +95,29 @@ def test_c2_bad_values_are_reported_with_name_value_and_form(name: str, text: st
     assert f"{variable(name)}={shown}: expected {form.accepts}" in str(caught.value)
     with pytest.raises(ConfigError, match=rf"^{name}="):
         Settings.from_env({}, **{name: text})
+
+
+@given(
+    st.sampled_from([row.name for row in rows()]),
+    st.one_of(
+        st.text(),
+        st.from_regex(r"-?[0-9]{1,4}(\.[0-9])?(e[0-9]{1,3})?(us|ms|s|m|h|%|/s)?", fullmatch=True),
+        st.sampled_from([row.metadata["form"].show(row.default) for row in rows() if row.default is not None]),
+    ),
+)
+def test_c2_any_text_is_taken_whole_or_refused(name: str, text: str) -> None:
+    """Whatever the variable says, the result is a ConfigError or a value that says the same thing again."""
+    try:
+        settings = Settings.from_env({variable(name): text, **NEEDED})
+    except ConfigError:
+        return
+    row = next(row for row in rows() if row.name == name)
+    value, form = getattr(settings, name), row.metadata["form"]
+    if value is None:
+        assert row.default is None
+        assert not text.strip()
+    elif not isinstance(value, Secret):
+        assert form.parse(form.show(value)) == (pytest.approx(value) if isinstance(value, float) else value)
 
 
 def test_c2_every_variable_that_can_be_wrong_is_tried() -> None:

@@ -89,9 +89,10 @@ def parse_boolean(text: str) -> bool:
 def parse_duration(text: str) -> float:
     """Seconds of `250ms`, `2s`, `1m`, `1h`; a bare number is seconds, as in the Python API."""
     match = re.fullmatch(_NUMBER + r"(us|ms|s|m|h|)", text.strip().lower())
-    if not match or not math.isfinite(float(match[1])):
+    seconds = float(match[1]) * _SECONDS[match[2]] if match else math.inf
+    if not math.isfinite(seconds):
         raise ValueError(text)
-    return float(match[1]) * _SECONDS[match[2]]
+    return seconds
 
 
 def _number_before(text: str, unit: str) -> float:
@@ -168,14 +169,10 @@ def choice(*words: str) -> Form[str]:
 
 BOOLEAN = Form("true/false, 1/0, yes/no or on/off", parse_boolean, lambda value: str(value).lower())
 COUNT = Form("a whole number of at least 1", _parse_count)
-DURATION = Form(
-    "a duration above 0 such as 250ms, 2s or 1m", _parse_positive, lambda value: f"{_plain(value)}s"
-)
+DURATION = Form("a duration above 0 such as 250ms, 2s or 1m", _parse_positive, lambda value: f"{_plain(value)}s")
 DURATION_OR_ZERO = Form("a duration such as 0s, 250ms, 2s or 1m", parse_duration, DURATION.show)
 PERCENT = Form("a percentage from 0% to 100%", _parse_percent, lambda value: f"{_plain(value * 100)}%")
-RATE = Form(
-    "a rate per second such as 10/s", lambda text: _number_before(text, "/s"), lambda v: f"{_plain(v)}/s"
-)
+RATE = Form("a rate per second such as 10/s", lambda text: _number_before(text, "/s"), lambda v: f"{_plain(v)}/s")
 WORD = Form("one word", _parse_word)
 FILE = Form("the path of a readable file", _parse_file)
 PATH = Form("a path", _parse_word)
