@@ -1,0 +1,209 @@
+"""The registry in etcd: list, then watch, and whenever in doubt list again and compare.
+
+Every end of a watch (a lost connection, a compacted revision, an expired token, silence) leads to a new listing, never
+to a resumed watch: a delete that was missed would otherwise keep a dead endpoint in use for ever. While there is no
+watch the last view stays in use, flagged stale. If there never was one, it is taken from the snapshot on disk.
+
+One daemon thread, started by `subscribe`. A forked child has to subscribe anew.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gpuroute.errors import InvalidRecord
+from gpuroute.registry import snapshot
+from gpuroute.registry.etcd_client import EtcdClient, EtcdError, WatchStream, retrying
+from gpuroute.registry.publish import Publisher, log
+from gpuroute.registry.view import View
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from gpuroute.core.fleet import Fleet
+    from gpuroute.registry.etcd_config import EtcdConfig
+
+RELIST_JITTER_S = 0.5  # a restarted etcd meets its clients spread over this long
+REFUSED_PAUSE_S = 5.0
+COALESCE_S = 0.05  # a burst of joins is delivered in so many slices, its first event at once
+SAVE_INTERVAL_S = 5.0
+SAVE_AGAIN_S = 600.0  # though nothing changed: its age tells how long etcd has been away
+
+
+class EtcdRegistry:
+    """Implements `Registry` over `{prefix}/pools/`. Immutable: every subscription has its own connection."""
+
+    def __init__(self, config: EtcdConfig, *, snapshot_path: str | None = None, grace: float = 5.0) -> None:
+        self.config = config
+        self.snapshot_path = Path(snapshot_path) if snapshot_path else None
+        self.grace = grace
+
+    def subscribe(self, on_change: Callable[[Fleet], None]) -> EtcdSubscription:
+        """Start to watch; returns at once. Problems of etcd are in the subscription's `error`, never raised."""
+        return EtcdSubscription(self, on_change)
+
+
+class EtcdSubscription:
+    """A running watch of etcd."""
+
+    def __init__(self, registry: EtcdRegistry, on_change: Callable[[Fleet], None]) -> None:
+        self._config = registry.config
+        self._snapshot_path = registry.snapshot_path
+        self._prefix = f"{self._config.prefix}/pools/"
+        self._view = View(grace=registry.grace, where=self._prefix)
+        self._publisher = Publisher(on_change, self._config.source)
+        self._client = EtcdClient(self._config)
+        self._stream: WatchStream | None = None
+        self._dirty = False  # events that are not delivered yet
+        self._quiet_until = self._save_at = 0.0
+        self._saved: Fleet | None = None
+        self._stop = threading.Event()
+        self._pid = os.getpid()
+        self._thread = threading.Thread(target=self._run, name="gpuroute-etcd", daemon=True)
+        self._thread.start()
+
+    @property
+    def error(self) -> str | None:
+        """Why the view is not live, or None."""
+        return self._publisher.error
+
+    def age(self, now: float) -> float:
+        """Seconds at `now` (epoch) since etcd last confirmed the view; 0.0 before the first view."""
+        return self._publisher.age(now)
+
+    def close(self) -> None:
+        """Stop the watch and disconnect, in well under a second. Idempotent; any thread."""
+        self._publisher.closed = True
+        self._stop.set()
+        if self._pid != os.getpid():
+            return  # the thread and the connection are the parent's
+        stream = self._stream
+        if stream is not None:
+            stream.close()
+        self._client.close()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(1.0)
+
+    # ------------------------------------------------------------------------------------- the thread
+
+    def _run(self) -> None:
+        listing = retrying(self._stop, self._lost)
+        while not self._stop.is_set():
+            pause = RELIST_JITTER_S
+            try:
+                self._follow(listing(self._list))
+            except EtcdError as error:
+                self._lost(error)
+                pause = REFUSED_PAUSE_S if error.refused else pause
+            except Exception as error:
+                log.exception("the watch of %s failed and starts again", self._config.source)
+                self._lost(EtcdError(f"{type(error).__name__} in the watch"))
+                pause = REFUSED_PAUSE_S
+            self._stop.wait(pause * self._config.random())
+        self._client.close()
+
+    def _list(self) -> int:
+        revision, found = self._client.list(self._prefix)
+        now = time.monotonic()
+        if not found and self._publisher.fleet is None:
+            self._boot()  # a process that starts while the keys are gone has the same grace as its elders
+        self._view.replace({kv.key.removeprefix(self._prefix): kv.value for kv in found}, now)
+        self._dirty = True
+        self._confirmed(now)
+        return revision
+
+    def _follow(self, revision: int) -> None:
+        """Apply events until the revision is compacted away; EtcdError when the watch ends otherwise."""
+        self._stream = stream = self._client.watch(self._prefix, revision + 1)
+        if self._stop.is_set():
+            stream.close()
+        try:
+            for response in stream:
+                if response.compacted:
+                    return
+                if response.canceled:  # to be seen before anything else: such a stream stays open, and silent
+                    raise EtcdError(f"etcd refused the watch: {response.reason}", refused=True)
+                now = time.monotonic()
+                for put, kv in response.events:
+                    self._apply(put, kv.key.removeprefix(self._prefix), kv.value, now)
+                self._confirmed(now)
+                self._ask_again(stream)
+        finally:
+            stream.close()
+        raise EtcdError("etcd ended the watch")
+
+    def _apply(self, put: bool, key: str, value: bytes, now: float) -> None:
+        self._dirty = True
+        if put:
+            self._view.put(key, value)
+        else:
+            self._view.delete(key, now)
+
+    def _confirmed(self, now: float) -> None:
+        """The view is what etcd has: deliver it, now or soon, and keep it on disk."""
+        self._publisher.as_of = time.time()
+        self._publisher.trouble(None)
+        if now >= self._quiet_until:
+            self._dirty = False
+            if self._publisher.publish(self._view, now):
+                self._quiet_until = now + COALESCE_S
+        if self._save_at <= now and (self._unsaved() or now - self._save_at > SAVE_AGAIN_S):
+            self._save()
+            self._save_at = now + SAVE_INTERVAL_S
+
+    def _ask_again(self, stream: WatchStream) -> None:
+        """Have etcd confirm the view again when something is due: a held slice, an end of grace, a save."""
+        due = self._view.due()
+        if self._dirty:
+            stream.ask(self._quiet_until)
+        if due is not None:
+            stream.ask(max(due, self._quiet_until))
+        if self._unsaved():
+            stream.ask(self._save_at)
+
+    def _lost(self, error: EtcdError) -> None:
+        """No watch: the view gets old. The next attempt goes to the next member."""
+        self._client.rotate()
+        trouble = str(error)
+        if self._publisher.fleet is None and self._snapshot_path:
+            trouble += self._boot()
+        self._publisher.trouble(trouble)
+        if self._publisher.as_of is not None:
+            self._publisher.publish(self._view, time.monotonic(), stale=True)
+
+    # -------------------------------------------------------------------------------------- snapshot
+
+    def _boot(self) -> str:
+        """Take the view from the snapshot, or return why not."""
+        if self._snapshot_path is None:
+            return ""
+        try:
+            found = snapshot.load(self._snapshot_path, source=self._config.source)
+        except (OSError, InvalidRecord) as error:
+            return f"; {error}"
+        self._view.replace(found.records, time.monotonic())
+        self._publisher.as_of = found.as_of
+        return ""
+
+    def _unsaved(self) -> bool:
+        fleet = self._publisher.fleet
+        # A fleet without endpoints is nothing to start from.
+        return self._snapshot_path is not None and fleet is not self._saved and _has_endpoints(fleet)
+
+    def _save(self) -> None:
+        fleet, path = self._publisher.fleet, self._snapshot_path
+        if path is None or fleet is None or not _has_endpoints(fleet):
+            return
+        self._saved = fleet  # even if it fails: the next attempt comes with the next change
+        try:
+            snapshot.save(path, fleet.pools, source=self._config.source, as_of=time.time())
+        except OSError as error:
+            log.warning("the registry snapshot cannot be written: %s", error)
+
+
+def _has_endpoints(fleet: Fleet | None) -> bool:
+    return fleet is not None and any(spec.endpoints for spec in fleet.pools.values())

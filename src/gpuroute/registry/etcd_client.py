@@ -1,0 +1,342 @@
+"""What gpuroute needs of etcd's v3 API, over grpcio: a few unary calls, and one kind of stream.
+
+One channel to one member at a time; an error makes the caller `rotate()` to the next. Nothing here retries but the
+login: etcd's tokens expire, so a call that was refused is repeated once with a fresh one. That is also how the first
+token is had, which lets one configuration serve an etcd before and after its authentication is switched on.
+
+Measured on grpcio 1.60 to 1.85: only `http2.ping_timeout_ms` bounds the wait for a ping's answer
+(`keepalive_timeout_ms` leaves it at 60 s), and `min_reconnect_backoff_ms` is in truth the connect timeout.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import grpc
+import tenacity
+
+from gpuroute.errors import RegistryError
+from gpuroute.registry.wire import Message, WireError, encode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from gpuroute.registry.etcd_config import EtcdConfig
+
+    Metadata = tuple[tuple[str, str], ...]
+
+PAGE = 1_000  # keys per request: a long list over a thin line must not meet the timeout of one call
+CONNECT_TIMEOUT_S = 1.0
+_PUT, _EQUAL, _LEASE = 0, 0, 4  # Event.type, Compare.result, Compare.target
+_REFUSALS = frozenset(
+    {
+        grpc.StatusCode.UNAUTHENTICATED,  # the token is invalid or expired
+        grpc.StatusCode.INVALID_ARGUMENT,  # there was no token, or the users changed since it was made
+        grpc.StatusCode.PERMISSION_DENIED,  # with a client certificate and no token: its CN is not allowed to
+        grpc.StatusCode.FAILED_PRECONDITION,
+    }
+)
+
+
+class EtcdError(RegistryError):
+    """etcd could not be asked, or refused. `refused`: it answers, but not to us, so haste is pointless."""
+
+    def __init__(self, message: str, *, refused: bool = False, not_found: bool = False) -> None:
+        super().__init__(message)
+        self.refused = refused
+        self.not_found = not_found
+
+
+class KeyValue(NamedTuple):
+    """One key; `key` is text, with escapes for what is not UTF-8."""
+
+    key: str
+    value: bytes
+    lease: int
+
+    @classmethod
+    def read(cls, message: Message) -> KeyValue:
+        return cls(message.text(1), message.data(5), message.integer(6))
+
+
+class Event(NamedTuple):
+    """One change of one key."""
+
+    put: bool
+    kv: KeyValue
+
+
+class EtcdClient:
+    """A connection to whichever member answers. One thread at a time, but for `close`."""
+
+    def __init__(self, config: EtcdConfig) -> None:
+        self.config = config
+        self._member = int(config.random() * len(config.members))
+        self._token = ""
+        self._channel: grpc.Channel | None = None
+        self._closed = False
+
+    @property
+    def member(self) -> str:
+        """The member in use, `host:port`."""
+        return self.config.members[self._member]
+
+    def rotate(self) -> None:
+        """Drop the connection; the next call goes to the next member, with certificates read afresh."""
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
+        self._member = (self._member + 1) % len(self.config.members)
+
+    def close(self) -> None:
+        """End every call in flight, and refuse new ones. Idempotent; any thread."""
+        self._closed = True
+        channel = self._channel
+        if channel is not None:
+            channel.close()
+
+    # ------------------------------------------------------------------------------------------ calls
+
+    def list(self, prefix: str) -> tuple[int, list[KeyValue]]:
+        """Every key under a prefix as of one revision, and that revision."""
+        start, end, revision = prefix.encode(), _after(prefix), 0
+        found: list[KeyValue] = []
+        while True:
+            request = encode((1, start), (2, end), (3, PAGE), (4, revision))
+            answer = self._unary("KV/Range", request)
+            revision = revision or answer.message(1).integer(3)
+            page = answer.messages(2)
+            found += map(KeyValue.read, page)
+            if not answer.integer(3):
+                return revision, found
+            start = page[-1].data(1) + b"\0"
+
+    def read(self, key: str) -> KeyValue | None:
+        """One key, or None if it is absent."""
+        kvs = self._unary("KV/Range", encode((1, key))).messages(2)
+        return KeyValue.read(kvs[0]) if kvs else None
+
+    def put(self, key: str, value: bytes, lease: int = 0) -> None:
+        """Write one key; with a lease it disappears when the lease ends. `not_found` if the lease has ended."""
+        self._unary("KV/Put", encode((1, key), (2, value), (3, lease)))
+
+    def put_own(self, key: str, value: bytes, lease: int) -> bool:
+        """Write one key if it exists under this lease; else change nothing and return False."""
+        compare = encode((1, _EQUAL), (2, _LEASE), (3, key), (8, lease))
+        put = encode((2, encode((1, key), (2, value), (3, lease))))
+        return bool(self._unary("KV/Txn", encode((1, compare), (2, put))).integer(2))
+
+    def delete(self, key: str) -> None:
+        """Remove one key, if it is there."""
+        self._unary("KV/DeleteRange", encode((1, key)))
+
+    def grant(self, ttl: float) -> int:
+        """A new lease of `ttl` seconds (whole ones, at least 1)."""
+        return self._unary("Lease/LeaseGrant", encode((1, max(1, round(ttl))))).integer(2)
+
+    def revoke(self, lease: int) -> None:
+        """End a lease; its keys disappear at once."""
+        self._unary("Lease/LeaseRevoke", encode((1, lease)))
+
+    def keep_alive(self, lease: int) -> bool:
+        """Renew a lease; False if it has ended."""
+        call = self._multi("Lease/LeaseKeepAlive")
+        request, timeout = encode((1, lease)), self.config.timeout
+        answer = self._answer(lambda: next(call(iter([request]), timeout=timeout, metadata=self._metadata())))
+        return answer.integer(3) > 0
+
+    def watch(self, prefix: str, revision: int) -> WatchStream:
+        """Follow a prefix from a revision on."""
+        create = encode((1, prefix), (2, _after(prefix)), (3, revision), (4, True))
+        call, metadata = self._multi("Watch/Watch"), self._metadata()
+        return WatchStream(lambda asks: call(asks, metadata=metadata), create, self.config.heartbeat, self.error)
+
+    # --------------------------------------------------------------------------------------- plumbing
+
+    def _unary(self, method: str, request: bytes) -> Message:
+        return self._answer(lambda: self._call(method, request, self._metadata()))
+
+    def _call(self, method: str, request: bytes, metadata: Metadata = ()) -> bytes:
+        call: Any = self._connected().unary_unary(f"/etcdserverpb.{method}")
+        answer: bytes = call(request, timeout=self.config.timeout, metadata=metadata)
+        return answer
+
+    def _answer(self, attempt: Callable[[], bytes]) -> Message:
+        """The decoded answer; after a refusal, of a second attempt with a fresh token."""
+        try:
+            return self._attempt(attempt)
+        except EtcdError as error:
+            if not error.refused or not self.config.user:
+                raise
+        self._log_in()
+        return self._attempt(attempt)
+
+    def _attempt(self, attempt: Callable[[], bytes]) -> Message:
+        try:
+            return Message(attempt())
+        except (grpc.RpcError, ValueError, StopIteration) as error:
+            raise self.error(error) from None
+
+    def _log_in(self) -> None:
+        request = encode((1, self.config.user), (2, self.config.password.reveal()))
+        self._token = self._attempt(lambda: self._call("Auth/Authenticate", request)).text(2)
+
+    def _metadata(self) -> Metadata:
+        # hasleader: a member that lost its quorum refuses and ends streams, instead of staying silent.
+        return (("hasleader", "true"), *((("token", self._token),) if self._token else ()))
+
+    def _multi(self, method: str) -> Any:
+        return self._connected().stream_stream(f"/etcdserverpb.{method}")
+
+    def _connected(self) -> grpc.Channel:
+        if self._closed:
+            raise EtcdError("closed")
+        if self._channel is None:
+            try:
+                self._channel = _open(self.config, self.member)
+            except OSError as error:
+                raise EtcdError(f"etcd {self.member}: {error}") from None
+        return self._channel
+
+    def error(self, error: Exception) -> EtcdError:
+        """A failure in words, without secrets. ValueError: a closed channel, or bytes that etcd does not send."""
+        if not isinstance(error, grpc.RpcError):
+            return EtcdError(f"etcd {self.member}: {error or 'no answer'}")
+        code, details = error.code(), error.details()
+        return EtcdError(
+            f"etcd {self.member}: {code.name}: {details}",
+            refused=code in _REFUSALS,
+            not_found=code is grpc.StatusCode.NOT_FOUND,
+        )
+
+
+def _open(config: EtcdConfig, member: str) -> grpc.Channel:
+    connect_ms = int(CONNECT_TIMEOUT_S * 1000)
+    options = [
+        ("grpc.max_receive_message_length", -1),
+        ("grpc.keepalive_time_ms", int(config.ping_interval * 1000)),
+        ("grpc.http2.ping_timeout_ms", int(config.ping_timeout * 1000)),
+        ("grpc.initial_reconnect_backoff_ms", 200),
+        ("grpc.min_reconnect_backoff_ms", connect_ms),
+        ("grpc.max_reconnect_backoff_ms", connect_ms),
+        ("grpc.enable_http_proxy", int(config.trust_env)),
+        # A channel made after an error must not find the dead connection of its predecessor.
+        ("grpc.use_local_subchannel_pool", 1),
+    ]
+    if not config.tls:
+        return grpc.insecure_channel(member, options=options)
+    pem = [Path(path).read_bytes() if path else None for path in (config.ca, config.key, config.cert)]
+    return grpc.secure_channel(member, grpc.ssl_channel_credentials(*pem), options=options)
+
+
+def _after(prefix: str) -> bytes:
+    """The first key after all keys with this prefix."""
+    data = prefix.encode()
+    return data[:-1] + bytes([data[-1] + 1])  # a prefix ends in "/", never in 0xff
+
+
+class WatchResponse(NamedTuple):
+    """What one message of a watch says. `compacted`: the events wanted are gone, only a new listing helps."""
+
+    events: list[Event]
+    canceled: bool
+    compacted: bool
+    reason: str
+
+    @classmethod
+    def read(cls, data: bytes) -> WatchResponse:
+        message = Message(data)
+        events = [Event(event.integer(1) == _PUT, KeyValue.read(event.message(2))) for event in message.messages(11)]
+        return cls(events, bool(message.integer(4)), message.integer(5) > 0, message.text(6))
+
+
+class WatchStream:
+    """One watch. Iterating yields its responses, and raises EtcdError when it ends.
+
+    A watch can fall silent for ever with its connection in good health (a member cut off from the others, a proxy in
+    between), and silence is also what a quiet fleet sounds like. So it asks for its progress every `heartbeat` seconds,
+    and ends itself when two answers are overdue. The asking happens in the thread where gRPC waits for our requests.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[Iterator[bytes]], Any],
+        create: bytes,
+        heartbeat: float,
+        explain: Callable[[Exception], EtcdError],
+    ) -> None:
+        self._heartbeat = heartbeat
+        self._explain = explain
+        self._wake = threading.Event()
+        self._over = self._silent = False
+        self._heard_at = time.monotonic()
+        self._wanted_at = math.inf
+        try:
+            self._call = start(self._asks(create))
+        except ValueError as error:
+            raise explain(error) from None
+
+    def __iter__(self) -> Iterator[WatchResponse]:
+        try:
+            for data in self._call:
+                self._heard_at = time.monotonic()
+                yield WatchResponse.read(data)
+        except (grpc.RpcError, WireError) as error:
+            if self._silent:
+                raise EtcdError("the watch is open but silent") from None
+            raise self._explain(error) from None
+
+    def ask(self, moment: float) -> None:
+        """Have the server answer soon after `moment` (monotonic), so that the reader gets to act then."""
+        if moment < self._wanted_at:
+            self._wanted_at = moment
+            self._wake.set()
+
+    def close(self) -> None:
+        """End the stream. Any thread."""
+        self._over = True
+        self._wake.set()
+        self._call.cancel()
+
+    def _asks(self, create: bytes) -> Iterator[bytes]:
+        yield encode((1, create))
+        while not self._over:
+            self._wait(time.monotonic() + self._heartbeat)
+            # An `ask` that this line forgets is repeated by the reader when it gets the answer.
+            self._wanted_at = math.inf
+            if time.monotonic() - self._heard_at > 2 * self._heartbeat:
+                self._silent = True
+                self._call.cancel()
+                return
+            yield encode((3, b""))
+
+    def _wait(self, until: float) -> None:
+        while not self._over and (left := min(until, self._wanted_at) - time.monotonic()) > 0:
+            self._wake.wait(left)
+            self._wake.clear()
+
+
+def retrying(stop: threading.Event, on_error: Callable[[EtcdError], None]) -> tenacity.Retrying:
+    """Repeats a call until it succeeds, or raises its last EtcdError once `stop` is set. Full jitter."""
+
+    def error_of(state: tenacity.RetryCallState) -> EtcdError:
+        error = state.outcome.exception() if state.outcome else None
+        return error if isinstance(error, EtcdError) else EtcdError("no answer")
+
+    def pause(state: tenacity.RetryCallState) -> float:
+        # A login costs etcd 0.1 s of CPU: hundreds of clients with a wrong password must not be its load.
+        longest = 15.0 if error_of(state).refused else 1.0
+        return tenacity.wait_random_exponential(multiplier=0.1, max=longest)(state)
+
+    return tenacity.Retrying(
+        retry=tenacity.retry_if_exception_type(EtcdError),
+        stop=tenacity.stop_when_event_set(stop),
+        wait=pause,
+        sleep=tenacity.sleep_using_event(stop),
+        before_sleep=lambda state: on_error(error_of(state)),
+        reraise=True,
+    )

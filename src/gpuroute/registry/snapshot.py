@@ -1,0 +1,80 @@
+"""The last good fleet on disk, so that a process can start while its registry is down.
+
+One JSON document in the format of the file registry, plus where it came from and when. It may hold endpoint headers,
+which are secret: mode 0600, and a file that others could have written is not believed. Written to a sibling, synced
+and renamed: a reader sees the old document or the new one, never a part. What cannot be read counts as absent.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import threading
+import time
+from typing import TYPE_CHECKING, NamedTuple
+
+from gpuroute.errors import InvalidRecord
+from gpuroute.registry.view import document_of, document_records
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from gpuroute.core.fleet import PoolSpec
+
+LEFTOVER_S = 60.0  # a sibling that old belongs to a writer that was killed
+
+
+class Snapshot(NamedTuple):
+    """What was on disk: records as `View.replace` takes them, and the epoch second when they were true."""
+
+    records: Mapping[str, object]
+    as_of: float
+
+
+def save(path: Path, pools: Mapping[str, PoolSpec], *, source: str, as_of: float) -> None:
+    """Replace the snapshot atomically. Raises OSError; other processes may save to the same path."""
+    text = json.dumps({"source": source, "as_of": as_of, **document_of(pools)})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _remove_leftovers(path)
+    sibling = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
+    try:
+        _write(sibling, text)
+        sibling.replace(path)
+    finally:
+        sibling.unlink(missing_ok=True)
+
+
+def load(path: Path, *, source: str) -> Snapshot:
+    """The snapshot of `source`. Raises OSError or InvalidRecord with the reason why there is none to use."""
+    with path.open(encoding="utf-8") as file:
+        status = os.fstat(file.fileno())
+        if status.st_uid not in {os.geteuid(), 0} or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise InvalidRecord(f"snapshot {path}: may have been written by others; accepted: own file, mode 0600")
+        try:
+            document = json.load(file)
+        except (ValueError, RecursionError):
+            raise InvalidRecord(f"snapshot {path}: is not JSON; it is ignored") from None
+    records = document_records(document, f"snapshot {path}")
+    as_of = document.get("as_of")
+    if document.get("source") != source or not isinstance(as_of, (int, float)):
+        raise InvalidRecord(f"snapshot {path}: is of another registry than {source}; it is ignored")
+    return Snapshot(records, float(as_of))
+
+
+def _write(path: Path, text: str) -> None:
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _remove_leftovers(path: Path) -> None:
+    for other in path.parent.iterdir():
+        try:
+            ours = other.name.startswith(f"{path.name}.") and other.suffix == ".tmp"
+            if ours and time.time() - other.stat().st_mtime > LEFTOVER_S:
+                other.unlink()
+        except OSError:
+            continue  # another process was quicker

@@ -1,0 +1,74 @@
+"""A fleet that does not change: written in code or in one line of text."""
+
+from __future__ import annotations
+
+import re
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from gpuroute.core.endpoint import Endpoint
+from gpuroute.core.fleet import Fleet, PoolSpec
+from gpuroute.errors import ConfigError, InvalidRecord
+from gpuroute.registry.schema import check_pool, default_id, parse_endpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+DEFAULT_POOL = "default"
+ACCEPTS = "POOL=URL,URL;POOL2=URL, or URL,URL for the pool `default`"
+_POOL_PREFIX = re.compile(r"\s*([^=:/,;]*?)\s*=(.*)", re.DOTALL)
+
+
+class StaticRegistry:
+    """Implements `Registry` over endpoints, or their URLs, by pool. ConfigError for anything malformed."""
+
+    def __init__(self, pools: Mapping[str, Iterable[Endpoint | str]]) -> None:
+        try:
+            specs = {name: _spec(name, endpoints) for name, endpoints in pools.items()}
+        except InvalidRecord as error:
+            raise ConfigError(str(error)) from None
+        self.fleet = Fleet(MappingProxyType(specs), source="static")
+
+    @classmethod
+    def from_text(cls, text: str) -> StaticRegistry:
+        """The fleet of `llama=http://a:8000,http://b:8000;embed=http://c:8000`, or of a bare list of URLs."""
+        pools: dict[str, list[str]] = {}
+        for part in filter(None, map(str.strip, text.split(";"))):
+            match = _POOL_PREFIX.fullmatch(part)
+            name, urls = match.groups() if match else (DEFAULT_POOL, part)
+            if name in pools:
+                raise ConfigError(f"registry: pool {name} is given twice; expected {ACCEPTS}")
+            pools[name] = [url for url in map(str.strip, urls.split(",")) if url]
+        if not pools:
+            raise ConfigError(f"registry: no endpoint is given; expected {ACCEPTS}")
+        return cls(pools)
+
+    def subscribe(self, on_change: Callable[[Fleet], None]) -> StaticSubscription:
+        """Deliver the fleet before returning; nothing else ever happens."""
+        on_change(self.fleet)
+        return StaticSubscription()
+
+
+class StaticSubscription:
+    """Nothing is running, so nothing can fail or grow old."""
+
+    error: None = None
+
+    def age(self, now: float) -> float:  # noqa: ARG002
+        """Always 0.0."""
+        return 0.0
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def _spec(name: str, endpoints: Iterable[Endpoint | str]) -> PoolSpec:
+    check_pool(name, "registry")
+    found: dict[str, Endpoint] = {}
+    for number, item in enumerate(endpoints, 1):
+        key = f"registry: {name}, item {number}"
+        endpoint = item if isinstance(item, Endpoint) else parse_endpoint({"url": item}, id=default_id(item), key=key)
+        if endpoint.id in found:
+            raise InvalidRecord(f"{key}: repeats id {endpoint.id}")
+        found[endpoint.id] = endpoint
+    return PoolSpec(name, tuple(found.values()))

@@ -1,0 +1,209 @@
+"""The records of a registry as whole pools, with the distrust that a control plane deserves.
+
+A registry fault must not become an outage of the fleet, so three rules stand between what it says and what is shown:
+
+* a record that turned bad keeps its last good form, as long as its key exists;
+* endpoints of which too many vanished within `grace` seconds (more than half of those that took calls, and more than
+  two; or all of them) stay in view for that long. Draining endpoints may leave at any time: they had announced it;
+* a pool that was seen once stays a pool, if an empty one: its callers get "no endpoint", not "no such pool".
+
+Keys are relative to the registry's prefix: `{pool}/endpoints/{id}` and `{pool}/config`; others are ignored. Not
+thread-safe: a subscription's one thread owns it. No clock: `now` is any steady clock in seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from gpuroute.core.fleet import PoolConfig, PoolSpec
+from gpuroute.errors import InvalidRecord
+from gpuroute.registry.schema import (
+    ID_ACCEPTS,
+    check_pool,
+    config_record,
+    decode,
+    default_id,
+    endpoint_record,
+    parse_config,
+    parse_endpoint,
+    valid_id,
+)
+
+if TYPE_CHECKING:
+    from gpuroute.core.endpoint import Endpoint
+
+    Record = bytes | object
+
+MAX_LEAVING = 2  # that few may leave together: a rolling restart, a scale-down
+MAX_SHARE = 0.5
+
+
+class _Pool:
+    """One pool: what the registry says of it, and whoever vanished of late."""
+
+    __slots__ = ("config", "endpoints", "name", "spec", "vanished", "warnings")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.endpoints: dict[str, Endpoint] = {}
+        self.vanished: dict[str, tuple[Endpoint, float]] = {}
+        self.config = PoolConfig()
+        self.spec: PoolSpec | None = None
+        self.warnings: tuple[str, ...] = ()
+
+    def remove(self, ident: str, now: float) -> None:
+        endpoint = self.endpoints.pop(ident, None)
+        if endpoint is not None and endpoint.takes_calls:
+            self.vanished[ident] = endpoint, now
+        self.spec = None
+
+    def show(self, now: float, grace: float) -> PoolSpec:
+        young = {ident: item for ident, item in self.vanished.items() if now - item[1] < grace}
+        kept = {ident: item for ident, item in young.items() if ident not in self.endpoints}
+        if self.spec is None or len(kept) != len(self.vanished):
+            self.vanished = kept
+            self._rebuild()
+        assert self.spec is not None
+        return self.spec
+
+    def _rebuild(self) -> None:
+        shown, warnings = self.endpoints, self._duplicates()
+        if self._implausible():
+            shown = {ident: item[0] for ident, item in self.vanished.items()} | shown
+            warnings.append(f"{self.name}: most endpoints vanished at once; they are kept for a while")
+        self.warnings = tuple(warnings)
+        self.spec = PoolSpec(self.name, tuple(shown[ident] for ident in sorted(shown)), self.config)
+
+    def _implausible(self) -> bool:
+        gone = len(self.vanished)
+        left = sum(endpoint.takes_calls for endpoint in self.endpoints.values()) if gone else 0
+        return gone > 0 and (left == 0 or (gone > MAX_LEAVING and gone > MAX_SHARE * (gone + left)))
+
+    def _duplicates(self) -> list[str]:
+        first: dict[str, str] = {}
+        pairs = [(first.setdefault(item.url.rstrip("/"), item.id), item.id) for item in self.endpoints.values()]
+        return [f"{self.name}: {b} has the same URL as {a}; both are used" for a, b in pairs if a != b]
+
+
+class View:
+    """A registry's records in, whole pools out. Messages name a record by `where` and its key."""
+
+    def __init__(self, *, grace: float, where: str = "") -> None:
+        self.grace = grace
+        self.where = where
+        self.problems: dict[str, str] = {}
+        self._records: dict[str, Record] = {}
+        self._pools: dict[str, _Pool] = {}
+
+    def replace(self, records: Mapping[str, Record], now: float) -> None:
+        """Take over a whole listing."""
+        for key in [key for key in self._records if key not in records]:
+            self.delete(key, now)
+        for key, record in records.items():
+            self.put(key, record)
+
+    def put(self, key: str, record: Record) -> None:
+        """Take over one record: bytes of JSON, or the object itself, or the InvalidRecord that it led to."""
+        if key in self._records and self._records[key] == record:
+            return
+        self._records[key] = record
+        try:
+            self._read(key, record)
+            self.problems.pop(key, None)
+        except InvalidRecord as error:
+            self.problems[key] = str(error)
+
+    def delete(self, key: str, now: float) -> None:
+        """Forget one record."""
+        self._records.pop(key, None)
+        self.problems.pop(key, None)
+        name, kind, ident = _parts(key)
+        pool = self._pools.get(name)
+        if pool is not None and kind == "endpoints":
+            pool.remove(ident, now)
+        elif pool is not None and kind == "config":
+            pool.config, pool.spec = PoolConfig(), None
+
+    def pools(self, now: float) -> Mapping[str, PoolSpec]:
+        """Every pool as it shall be shown; the spec of a pool that did not change is the same object as before."""
+        return MappingProxyType({name: pool.show(now, self.grace) for name, pool in sorted(self._pools.items())})
+
+    def warnings(self) -> tuple[str, ...]:
+        """What is odd but used, as of the last `pools`."""
+        return tuple(text for pool in self._pools.values() for text in pool.warnings)
+
+    def due(self) -> float | None:
+        """When `pools` will change by itself, or None."""
+        times = [since for pool in self._pools.values() for _, since in pool.vanished.values()]
+        return min(times) + self.grace if times else None
+
+    def _read(self, key: str, record: Record) -> None:
+        if isinstance(record, InvalidRecord):
+            raise record
+        name, kind, ident = _parts(key)
+        if kind not in {"endpoints", "config"}:
+            return
+        key = self.where + key
+        check_pool(name, key)
+        value = decode(record, key) if isinstance(record, bytes) else record
+        pool = self._pools.get(name) or _Pool(name)
+        if kind == "endpoints":
+            pool.endpoints[ident] = parse_endpoint(value, id=ident, key=key)
+        else:
+            pool.config = parse_config(value, key=key)
+        pool.spec = None
+        self._pools[name] = pool
+
+
+def _parts(key: str) -> tuple[str, str, str]:
+    name, _, rest = key.partition("/")
+    kind, _, ident = rest.partition("/")
+    return name, kind, ident
+
+
+# -------------------------------------------------------------- the same records as one JSON document
+
+
+def document_records(document: object, where: str) -> dict[str, Record]:
+    """The records of `{"pools": {NAME: {"config": {}, "endpoints": [...]}}}`, by key.
+
+    An endpoint is an object with an optional `id`, or a URL. Raises InvalidRecord if the document has another shape.
+    """
+    pools = document.get("pools") if isinstance(document, Mapping) else None
+    if not isinstance(pools, Mapping):
+        raise InvalidRecord(f"{where}: has no pools; accepted: an object (table) `pools` of pools by name")
+    records: dict[str, Record] = {}
+    for name, pool in pools.items():
+        endpoints = pool.get("endpoints", []) if isinstance(pool, Mapping) else None
+        if not isinstance(endpoints, list):
+            raise InvalidRecord(f"{where}: pool {name}: accepted: an object of `endpoints` (a list) and `config`")
+        records[f"{name}/config"] = pool.get("config") or {}
+        for number, item in enumerate(endpoints, 1):
+            _add(records, str(name), number, {"url": item} if isinstance(item, str) else item)
+    return records
+
+
+def _add(records: dict[str, Record], pool: str, number: int, item: object) -> None:
+    fields = item if isinstance(item, Mapping) else {}
+    ident = str(fields.get("id") or default_id(str(fields.get("url", ""))))
+    key = f"{pool}/endpoints/{ident if valid_id(ident) else f'item-{number}'}"
+    if fields.get("id") and not valid_id(ident):
+        item = InvalidRecord(f"{key}: bad id; accepted: {ID_ACCEPTS}")
+    if key in records:
+        key, item = f"{key}#{number}", InvalidRecord(f"{key}: item {number} repeats this id; the first one is used")
+    records[key] = item
+
+
+def document_of(pools: Mapping[str, PoolSpec]) -> dict[str, object]:
+    """The document of these pools; `document_records` reads it back."""
+    return {
+        "pools": {
+            name: {
+                "config": config_record(spec.config),
+                "endpoints": [{"id": endpoint.id, **endpoint_record(endpoint)} for endpoint in spec.endpoints],
+            }
+            for name, spec in pools.items()
+        }
+    }

@@ -1,0 +1,183 @@
+"""What the registry tests share: a subscriber that can be waited on, writing records, and a proxy that goes dark."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import selectors
+import socket
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from gpuroute.registry.etcd_client import EtcdClient
+from gpuroute.registry.etcd_config import EtcdConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from gpuroute.core.fleet import Fleet, Registry
+
+
+def eventually(condition: Callable[[], Any], what: str = "condition", timeout: float = 10.0) -> Any:
+    """Wait for a true value of `condition` and return it; AssertionError after `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    while True:
+        value = condition()
+        if value:
+            return value
+        assert time.monotonic() < deadline, f"{what}: not within {timeout} s"
+        time.sleep(0.01)
+
+
+class Watcher:
+    """A subscription and every fleet it delivered, each with its moment."""
+
+    def __init__(self, registry: Registry) -> None:
+        self.fleets: list[Fleet] = []
+        self.moments: list[float] = []
+        self._news = threading.Condition()
+        self.subscription = registry.subscribe(self._on_change)
+
+    def __enter__(self) -> Watcher:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.subscription.close()
+
+    def _on_change(self, fleet: Fleet) -> None:
+        with self._news:
+            self.fleets.append(fleet)
+            self.moments.append(time.monotonic())
+            self._news.notify_all()
+
+    @property
+    def last(self) -> Fleet | None:
+        return self.fleets[-1] if self.fleets else None
+
+    def ids(self, pool: str = "llama") -> list[str]:
+        """The endpoints of a pool in the last fleet."""
+        return ids(self.last, pool)
+
+    def until(self, condition: Callable[[Fleet], Any], timeout: float = 10.0) -> Fleet:
+        """The first fleet, the last one or a later, that fulfils the condition."""
+        with self._news:
+            met = self._news.wait_for(lambda: self.last is not None and condition(self.last), timeout)
+        assert met, f"not within {timeout} s; error {self.subscription.error!r}; last fleet {self.last}"
+        assert self.last is not None
+        return self.last
+
+    def until_ids(self, *expected: str, pool: str = "llama", timeout: float = 10.0) -> Fleet:
+        return self.until(lambda fleet: ids(fleet, pool) == sorted(expected), timeout)
+
+    def until_live(self, timeout: float = 10.0) -> Fleet:
+        return self.until(lambda fleet: not fleet.stale, timeout)
+
+    def until_stale(self, timeout: float = 10.0) -> Fleet:
+        return self.until(lambda fleet: fleet.stale, timeout)
+
+
+def ids(fleet: Fleet | None, pool: str = "llama") -> list[str]:
+    """The endpoints of one pool."""
+    spec = fleet.pools.get(pool) if fleet is not None else None
+    return [endpoint.id for endpoint in spec.endpoints] if spec is not None else []
+
+
+def quick(url: str, **options: Any) -> EtcdConfig:
+    """A configuration with short times, no jitter, and the first member first."""
+    quick_options = {"heartbeat": 0.3, "timeout": 1.0, "random": lambda: 0.0}
+    return EtcdConfig.from_url(url, **{**quick_options, **options})
+
+
+class Writer:
+    """Puts endpoints into etcd the way an operator's script would, with no lease."""
+
+    def __init__(self, config: EtcdConfig) -> None:
+        self.client = EtcdClient(config)
+        self.prefix = config.prefix
+
+    def key(self, ident: str, pool: str = "llama") -> str:
+        return f"{self.prefix}/pools/{pool}/endpoints/{ident}"
+
+    def put(self, ident: str, pool: str = "llama", **fields: Any) -> None:
+        record = {"url": f"http://{ident}:8000", **fields}
+        self.put_raw(self.key(ident, pool), json.dumps(record).encode())
+
+    def put_raw(self, key: str, value: bytes) -> None:
+        self._again(lambda: self.client.put(key, value))
+
+    def fill(self, idents: Iterable[str], pool: str = "llama") -> None:
+        for ident in idents:
+            self.put(ident, pool)
+
+    def delete(self, *idents: str, pool: str = "llama") -> None:
+        for ident in idents:
+            self._again(lambda ident=ident: self.client.delete(self.key(ident, pool)))
+
+    def _again(self, write: Callable[[], None]) -> None:
+        """etcd may have just come back, or lost its leader."""
+        deadline = time.monotonic() + 20
+        while True:
+            try:
+                return write()
+            except Exception:
+                if time.monotonic() > deadline:
+                    raise
+                self.client.rotate()
+                time.sleep(0.05)
+
+
+class Proxy:
+    """A TCP proxy to one address that can stop forwarding without closing anything: a black hole."""
+
+    def __init__(self, target: str) -> None:
+        host, _, port = target.rpartition(":")
+        self._target = host, int(port)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._open = threading.Event()
+        self._open.set()
+        self._sockets: list[socket.socket] = []
+        self._closed = False
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self.accepted = 0
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def __enter__(self) -> Proxy:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._closed = True
+        self._open.set()
+        for sock in [self._listener, *self._sockets]:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+            sock.close()
+
+    def hold(self) -> None:
+        self._open.clear()
+
+    def heal(self) -> None:
+        self._open.set()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                self.accepted += 1
+                far = socket.create_connection(self._target)
+                self._sockets += [near, far]
+                threading.Thread(target=self._relay, args=(near, far), daemon=True).start()
+
+    def _relay(self, near: socket.socket, far: socket.socket) -> None:
+        with contextlib.suppress(OSError, ValueError), selectors.DefaultSelector() as ready:
+            ready.register(near, selectors.EVENT_READ, far)
+            ready.register(far, selectors.EVENT_READ, near)
+            while not self._closed:
+                for key, _ in ready.select(0.2):
+                    self._open.wait()
+                    data = key.fileobj.recv(65536)
+                    if not data:
+                        near.close()
+                        far.close()
+                        return
+                    key.data.sendall(data)
