@@ -13,7 +13,7 @@ import pytest
 
 import gpuroute.cli.config
 from gpuroute.cli import COMMANDS, bench, main
-from gpuroute.core.pickers import POLICIES
+from gpuroute.core.policies import POLICIES
 
 PRESENT = [name for name in COMMANDS if find_spec(f"gpuroute.cli.{name}")]
 

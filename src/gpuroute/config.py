@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from gpuroute.core.pickers import POLICIES
+from gpuroute.core.policies import POLICIES
 from gpuroute.errors import ConfigError
 from gpuroute.forms import (
     BOOLEAN,

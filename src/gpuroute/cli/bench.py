@@ -20,7 +20,7 @@ from gpuroute.core.candidates import Ask
 from gpuroute.core.endpoint import Endpoint
 from gpuroute.core.fleet import PoolSpec
 from gpuroute.core.outcome import Outcome
-from gpuroute.core.pickers import POLICIES
+from gpuroute.core.policies import POLICIES
 from gpuroute.core.pool import Pool, PoolRules
 
 if TYPE_CHECKING:

@@ -38,11 +38,13 @@ class Attempt:
         "number",
         "outcome",
         "phase",
+        "queued",
         "reached",
         "reason",
         "started",
         "state",
         "tokens",
+        "uncached",
     )
 
     def __init__(self, state: EndpointState, now: float, number: int = 1, tokens: int = 0) -> None:
@@ -50,6 +52,8 @@ class Attempt:
         self.started = now
         self.number = number
         self.tokens = tokens
+        self.uncached = tokens
+        self.queued = 0.0
         self.phase: Phase = READY
         self.reached: Phase = READY
         self.first: float | None = None

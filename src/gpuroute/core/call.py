@@ -19,7 +19,7 @@ import math
 from typing import TYPE_CHECKING
 
 from gpuroute.core.attempt import READY, STREAMING, Attempt, Phase
-from gpuroute.core.candidates import NOTHING_ASKED, Ask
+from gpuroute.core.candidates import Ask
 from gpuroute.core.history import prompt_units
 from gpuroute.core.outcome import Outcome
 from gpuroute.core.tried import Tried
@@ -53,13 +53,13 @@ class Call:
         pool: Pool,
         now: float,
         *,
-        ask: Ask = NOTHING_ASKED,
+        ask: Ask | None = None,
         timeout: float | None = None,
         attempts: int | None = None,
         replayable: bool = True,
     ) -> None:
         self.pool = pool
-        self.ask = ask
+        self.ask = ask or Ask()
         self.started = now
         self.deadline = INF if timeout is None else now + timeout
         self.attempts = attempts or pool.rules.retry.attempts
@@ -70,7 +70,7 @@ class Call:
         self.unanswered = 0
         shared = pool.shared
         shared.signals.calls += 1
-        self.work = pool.work(ask.tokens)
+        self.work = pool.work(self.ask.tokens)
         with shared.lock:
             pool.budget.deposit(now, self.work)
             pool.hedges.deposit(now, self.work)

@@ -5,27 +5,40 @@ A pick must cost the same at 10 and at 10,000 endpoints, so no source but `every
 
 from __future__ import annotations
 
+import math
+from heapq import heapify, heapreplace
 from itertools import count
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
+    from gpuroute.core.report import Report
     from gpuroute.core.state import EndpointState
+
+
+UNKNOWN_LATENCY = -30.0  # log of a latency that nothing has
+MOST_OFF = math.log(4.0)
 
 
 class Ask:
     """What a pick may know of its call: `key` (session, ring position), `ladder` (prefix hashes, shallow to deep)
-    and `tokens` (prompt tokens, an estimate)."""
+    and `tokens` (prompt tokens, an estimate). `now`, `mean_tokens` of the pool and `bids` by endpoint id are filled in
+    by the call; `candidates` are drawn once, so that those that were asked are those that are compared."""
 
-    __slots__ = ("key", "ladder", "tokens")
+    __slots__ = ("bids", "candidates", "key", "ladder", "mean_tokens", "now", "tokens")
 
     def __init__(self, key: int | None = None, ladder: Sequence[int] = (), tokens: int = 0) -> None:
         self.key = key
         self.ladder = ladder
         self.tokens = tokens
+        self.now = 0.0
+        self.mean_tokens = 0.0
+        self.bids: Mapping[str, Report] = NO_BIDS
+        self.candidates: dict[EndpointState, str] | None = None
 
 
+NO_BIDS: Mapping[str, Report] = {}
 NOTHING_ASKED = Ask()
 
 
@@ -60,10 +73,11 @@ class Weighted:
 class TwoRandom:
     """Two distinct endpoints, without replacement; weighted only if the weights differ."""
 
-    __slots__ = ("_random", "_weighted", "states")
+    __slots__ = ("_mirrored", "_random", "_weighted", "states")
 
     def __init__(self, states: Sequence[EndpointState], random: Callable[[], float]) -> None:
         self.states = states
+        self._mirrored = states[1::-1]
         self._random = random
         even = len({state.endpoint.weight for state in states}) <= 1
         self._weighted = None if even else Weighted(states, random)
@@ -71,11 +85,12 @@ class TwoRandom:
     def __call__(self, ask: Ask) -> Sequence[EndpointState]:  # noqa: ARG002
         states = self.states
         size = len(states)
-        if size < 3:
-            return states if self._weighted is None or size < 2 else self._two_by_weight()
         if self._weighted is not None:
             return self._two_by_weight()
         random = self._random
+        if size < 3:
+            # Equal costs go to the first of the two: in a fixed order, a hundred idle clients would all choose one.
+            return states if random() < 0.5 else self._mirrored
         first = int(random() * size)
         second = int(random() * (size - 1))
         return states[first], states[second + (second >= first)]
@@ -127,6 +142,35 @@ class Rotation:
 
     def __call__(self, ask: Ask) -> Sequence[EndpointState]:  # noqa: ARG002
         return (self.states[next(self._turn) % len(self.states)],)
+
+
+class Smooth:
+    """Weighted round robin, earliest deadline first (Envoy's EDF): spread evenly in time, O(log n) a turn.
+
+    The weight is the registry's times the observed throughput: the inverse of the learned latency against the usual one,
+    within a factor of four, so that a wrong prior is corrected and a lucky endpoint does not take all.
+    """
+
+    __slots__ = ("_heap", "_usual", "states")
+
+    def __init__(self, states: Sequence[EndpointState], random: Callable[[], float]) -> None:
+        self.states = states
+        self._heap = [(random() / state.endpoint.weight, index) for index, state in enumerate(states)]
+        self._usual = UNKNOWN_LATENCY
+        heapify(self._heap)
+
+    def __call__(self, ask: Ask) -> Sequence[EndpointState]:  # noqa: ARG002
+        deadline, index = self._heap[0]
+        state = self.states[index]
+        heapreplace(self._heap, (deadline + 1.0 / (state.endpoint.weight * self._throughput(state.latency)), index))
+        return (state,)
+
+    def _throughput(self, latency: float) -> float:
+        if latency <= UNKNOWN_LATENCY:
+            return 1.0
+        known = self._usual > UNKNOWN_LATENCY
+        self._usual += (latency - self._usual) * (0.02 if known else 1.0)
+        return math.exp(max(-MOST_OFF, min(MOST_OFF, self._usual - latency)))
 
 
 def alias_table(weights: Sequence[float]) -> tuple[list[float], list[int]]:

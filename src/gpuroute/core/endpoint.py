@@ -6,6 +6,7 @@ Fields and their meaning: `docs/registry.md`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -84,4 +85,4 @@ class Endpoint:
     @property
     def takes_calls(self) -> bool:
         """True if new calls may go here: in service and not drained by weight 0."""
-        return self.weight > 0 and self.state in (State.READY, State.COLD)
+        return 0 < self.weight < math.inf and self.state in (State.READY, State.COLD)

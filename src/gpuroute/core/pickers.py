@@ -9,10 +9,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Protocol
 
-from gpuroute.core.candidates import Ask, Candidates, DRandom, Rotation, TwoRandom, Weighted
+from gpuroute.core.candidates import Ask, Candidates, TwoRandom
 from gpuroute.core.placement import Placements
 from gpuroute.core.ring import Ring
-from gpuroute.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Sequence
@@ -59,8 +58,8 @@ class Kit:
         self.states = tuple(states)
         self.by_id = {state.id: state for state in states}
         self.random = random
-        self.placements = placements or Placements()
-        self.previous_ring = previous_ring or Ring()
+        self.placements = Placements() if placements is None else placements  # an empty one is false
+        self.previous_ring = Ring() if previous_ring is None else previous_ring
 
     def ring(self) -> Ring:
         """The ring of these endpoints, grown from the previous one."""
@@ -76,6 +75,20 @@ def one(state: EndpointState, ask: Ask) -> float:  # noqa: ARG001
 def in_flight(state: EndpointState, ask: Ask) -> float:  # noqa: ARG001
     """Own attempts in flight per unit of weight."""
     return len(state.in_flight) * state.inverse_weight
+
+
+def peak_ewma(state: EndpointState, ask: Ask) -> float:  # noqa: ARG001
+    """Peak EWMA latency x (own attempts in flight + 1), as a logarithm. No clock: the decay is in samples."""
+    return state.latency + math.log(len(state.in_flight) + 1)
+
+
+def queue_depth(state: EndpointState, ask: Ask) -> float:  # noqa: ARG001
+    """Requests at the endpoint by its last report, plus own attempts since; own attempts alone without one."""
+    report = state.report
+    if report is None:
+        return len(state.in_flight) * state.inverse_weight
+    since = sum(attempt.started > report.at for attempt in tuple(state.in_flight))
+    return (report.running + report.waiting + since) * state.inverse_weight
 
 
 class Cheapest:
@@ -202,17 +215,6 @@ def first_admitted(kit: Kit, tried: Container[EndpointState]) -> EndpointState |
     return None
 
 
-POLICIES: dict[str, Callable[[Kit], Picker]] = {
-    "random": lambda kit: Cheapest(kit, Weighted(kit.states, kit.random), one),
-    "round_robin": lambda kit: Cheapest(kit, Rotation(kit.states, kit.random), one),
-    "p2c": PowerOfTwo,
-    "least_request": lambda kit: Cheapest(kit, DRandom(kit.states, kit.random), in_flight),
-    "prefix": lambda kit: Homes(kit, wants_ladder=True),
-    "session": lambda kit: Homes(kit, wants_ladder=False),
-    "auto": lambda kit: Homes(kit, wants_ladder=True),
-}
-
-
 class Nobody:
     """The picker of an empty pool."""
 
@@ -224,12 +226,3 @@ class Nobody:
 
     def consider(self, ask: Ask) -> Iterable[tuple[EndpointState, float, str]]:  # noqa: ARG002
         return ()
-
-
-def build_picker(policy: str, kit: Kit) -> Picker:
-    """The picker of a policy for one snapshot; ConfigError if the name is unknown."""
-    try:
-        build = POLICIES[policy]
-    except KeyError:
-        raise ConfigError(f"policy {policy!r} is unknown; accepted: {', '.join(POLICIES)}") from None
-    return build(kit) if kit.states else Nobody()

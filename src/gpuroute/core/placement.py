@@ -41,6 +41,10 @@ class Placements:
                 return owner
         return None
 
+    def owner(self, key: int) -> str | None:
+        """The endpoint that was last given a prompt with this prefix."""
+        return self._young.get(key) or self._old.get(key)
+
     def forget(self, key: int) -> None:
         """Drop one hash, e.g. because the endpoint said that it had nothing cached."""
         self._young.pop(key, None)

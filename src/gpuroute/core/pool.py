@@ -17,6 +17,7 @@ from gpuroute.core.hedge import HedgeRules
 from gpuroute.core.outliers import OutlierRules, Outliers
 from gpuroute.core.placement import Placements
 from gpuroute.core.retry import RetryRules
+from gpuroute.core.seconds import Soonest
 from gpuroute.core.shared import Lock, NoLock, PoolState
 from gpuroute.core.snapshot import Snapshot, Survivors
 from gpuroute.core.state import INF, PAUSE, EndpointState
@@ -133,11 +134,13 @@ class Pool:
         """Start an attempt on the best endpoint, or None if no endpoint may take one."""
         if now >= self.shared.wake_at:
             self.tick(now)
+        if ask is not NOTHING_ASKED:
+            ask.now, ask.mean_tokens = now, self.mean_tokens
         state = None if self._panics() else self.pick(ask, tried)
         while state is not None:
             attempt = state.acquire(now, number, ask.tokens)
             if attempt is not None:
-                self._placed(ask, state)
+                self._placed(ask, attempt)
                 return attempt
             state = self.pick(ask, tried)  # a limit was reached in between: that endpoint is not admitted now
         return self._acquire_in_panic(ask, now, tried, number) if self.rules.panic == "fail_open" else None
@@ -208,13 +211,18 @@ class Pool:
             attempt = state.acquire_in_panic(now, number, ask.tokens)
             if attempt is not None:
                 self.shared.signals.panic_picks += 1
-                self._placed(ask, state)
+                self._placed(ask, attempt)
                 return attempt
         return None
 
-    def _placed(self, ask: Ask, state: EndpointState) -> None:
-        if ask.ladder and self.snapshot.picker.wants_ladder:
-            self.placements.remember(ask.ladder, state.id)
+    def _placed(self, ask: Ask, attempt: Attempt) -> None:
+        picker = self.snapshot.picker
+        if isinstance(picker, Soonest):
+            attempt.uncached = picker.uncached(attempt.state, ask)
+            bid = ask.bids.get(attempt.state.id)
+            attempt.queued = bid.queue_tokens(self.mean_tokens) if bid else 0.0
+        if ask.ladder and picker.wants_ladder:
+            self.placements.remember(ask.ladder, attempt.state.id)
 
 
 def merge_rules(rules: PoolRules, spec: PoolSpec, explicit: Container[str] = ()) -> PoolRules:

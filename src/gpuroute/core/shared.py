@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from gpuroute.core.breaker import BreakerRules
 from gpuroute.core.history import History
 from gpuroute.core.signals import Signals
+from gpuroute.core.speed import Speeds
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,6 +51,7 @@ class PoolState:
         "ramping",
         "random",
         "signals",
+        "speeds",
         "stalling",
         "wake_at",
     )
@@ -69,5 +71,6 @@ class PoolState:
         self.ramping: set[EndpointState] = set()
         self.stalling: set[EndpointState] = set()
         self.history = History()
+        self.speeds = Speeds()
         self.wake_at = INF
         self.signals = Signals()

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
-from gpuroute.core.pickers import Kit, Picker, build_picker
+from gpuroute.core.pickers import Kit, Picker
+from gpuroute.core.policies import build_picker
 from gpuroute.core.state import CAPACITY, INF, EndpointState
 
 if TYPE_CHECKING:

@@ -13,12 +13,16 @@ from typing import TYPE_CHECKING
 
 from gpuroute.core.attempt import Attempt
 from gpuroute.core.breaker import Breaker, BreakerState
+from gpuroute.core.candidates import UNKNOWN_LATENCY
 from gpuroute.core.history import History, prompt_units
+from gpuroute.core.learning import learn_first_token
 
 if TYPE_CHECKING:
     from gpuroute.core.endpoint import Endpoint
     from gpuroute.core.outcome import Outcome
+    from gpuroute.core.report import Queue, Report
     from gpuroute.core.shared import PoolState
+    from gpuroute.core.speed import Rate
 
 INF = math.inf
 BREAKER = "breaker"
@@ -47,12 +51,16 @@ class EndpointState:
         "joined_at",
         "last_error",
         "last_error_at",
+        "latency",
         "limit",
         "lock",
         "pool",
+        "queue",
         "ramp_at",
         "ramp_from",
+        "report",
         "served",
+        "speed",
         "stalls",
         "troubled",
         "until",
@@ -67,6 +75,10 @@ class EndpointState:
         self.lock = pool.make_lock()
         self.breaker = Breaker(pool.breaker_rules)
         self.history: History | None = None
+        self.speed: Rate | None = None
+        self.queue: Queue | None = None
+        self.report: Report | None = None
+        self.latency = UNKNOWN_LATENCY  # peak EWMA, log of seconds
         self.served = 0
         self.failed = 0
         self.stalls = 0
@@ -152,6 +164,7 @@ class EndpointState:
     def first_token(self, attempt: Attempt, now: float) -> None:
         """An attempt's first byte arrived: learn how long that takes here, per unit of prompt."""
         self._learn_ttft(attempt, now - attempt.started)
+        learn_first_token(self, attempt.uncached, attempt.queued, now - attempt.started, now)
         if self.stalls:
             self.stalls = 0
             self.pool.stalling.discard(self)
@@ -181,6 +194,8 @@ class EndpointState:
     def teach(self, attempt: Attempt, outcome: Outcome, now: float) -> None:
         """Learn from a finished attempt. On success with nothing wrong before, this is all that is done."""
         self.served += 1
+        if outcome.health:
+            self._learn_latency(now - attempt.started, failed=outcome.health < 0)
         if outcome.health < 0:
             self.failed += 1
             self.troubled = True
@@ -193,6 +208,16 @@ class EndpointState:
             self._recover(attempt, outcome, now)
         if self.ramp_at is not None:
             self.climb(now)
+
+    def _learn_latency(self, seconds: float, *, failed: bool) -> None:
+        """Peak EWMA: up at once, down slowly, in samples. A failure is never fast: it counts as a slow success."""
+        log = math.log(max(seconds, 1e-6))
+        if failed:
+            log = max(log, self.latency + 1.0, 0.0)
+        if log >= self.latency:
+            self.latency = log
+        else:
+            self.latency += 0.1 * (log - self.latency)
 
     def _recover(self, attempt: Attempt, outcome: Outcome, now: float) -> None:
         with self.lock:

@@ -1,0 +1,50 @@
+"""The policies by name (`GPUROUTE_POLICY`): a source of candidates times a cost, one line each.
+
+How to choose: `docs/policies.md`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gpuroute.core.candidates import DRandom, Rotation, Smooth, TwoRandom, Weighted
+from gpuroute.core.pickers import (
+    Cheapest,
+    Homes,
+    Kit,
+    Nobody,
+    Picker,
+    PowerOfTwo,
+    in_flight,
+    one,
+    peak_ewma,
+    queue_depth,
+)
+from gpuroute.core.seconds import Soonest
+from gpuroute.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+POLICIES: dict[str, Callable[[Kit], Picker]] = {
+    "random": lambda kit: Cheapest(kit, Weighted(kit.states, kit.random), one),
+    "round_robin": lambda kit: Cheapest(kit, Rotation(kit.states, kit.random), one),
+    "weighted_round_robin": lambda kit: Cheapest(kit, Smooth(kit.states, kit.random), one),
+    "p2c": PowerOfTwo,
+    "least_request": lambda kit: Cheapest(kit, DRandom(kit.states, kit.random), in_flight),
+    "least_latency": lambda kit: Cheapest(kit, TwoRandom(kit.states, kit.random), peak_ewma),
+    "queue_depth": lambda kit: Cheapest(kit, TwoRandom(kit.states, kit.random), queue_depth),
+    "prefix": lambda kit: Homes(kit, wants_ladder=True),
+    "session": lambda kit: Homes(kit, wants_ladder=False),
+    "predictive": lambda kit: Soonest(kit, homes=False),
+    "auto": lambda kit: Soonest(kit, homes=True),
+}
+
+
+def build_picker(policy: str, kit: Kit) -> Picker:
+    """The picker of a policy for one snapshot; ConfigError if the name is unknown."""
+    try:
+        build = POLICIES[policy]
+    except KeyError:
+        raise ConfigError(f"policy {policy!r} is unknown; accepted: {', '.join(POLICIES)}") from None
+    return build(kit) if kit.states else Nobody()

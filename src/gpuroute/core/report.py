@@ -1,0 +1,64 @@
+"""What an endpoint's server said of itself, when, and how much that still says.
+
+Load is `report (at time t) + own work sent since t`. A report ages: what it says beyond the pool's mean fades, because
+queues mix, and past `MAX_AGE_S` it is absent: never zero and never "full" (case L7). An answer to an ask (a bid) is the
+same thing, fresh, plus how many of this prompt's tokens are cached there.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from gpuroute.core.attempt import Attempt
+
+FADE_S = 1.0  # at 80 % load a queue forgets itself in about a second: measured in the simulator
+MAX_AGE_S = 10.0
+
+
+class Report(NamedTuple):
+    """Server truth. `queued_tokens`: prompt tokens waiting for prefill; -1 where the server only counts requests.
+
+    `matched_tokens`: of the prompt that was asked about, -1 if unknown. `epoch` changes when the engine restarts.
+    """
+
+    at: float
+    running: int = 0
+    waiting: int = 0
+    queued_tokens: int = -1
+    kv_usage: float = 0.0
+    matched_tokens: int = -1
+    epoch: int = 0
+    source: str = ""
+
+    def queue_tokens(self, mean_tokens: float) -> float:
+        """Prompt tokens ahead of a newcomer, from requests if the server does not count tokens."""
+        return float(self.queued_tokens) if self.queued_tokens >= 0 else self.waiting * mean_tokens
+
+
+class Queue:
+    """The last known seconds of waiting at one endpoint, faded towards the mean of its pool."""
+
+    __slots__ = ("at", "seconds")
+
+    def __init__(self) -> None:
+        self.at = -math.inf
+        self.seconds = 0.0
+
+    def learn(self, seconds: float, now: float) -> None:
+        """A newer value; older news that arrive late are ignored."""
+        if now >= self.at:
+            self.at, self.seconds = now, seconds
+
+    def expected(self, now: float, mean: float) -> float:
+        """Seconds of waiting expected now."""
+        age = now - self.at
+        if age > MAX_AGE_S:
+            return mean
+        return mean + (self.seconds - mean) * math.exp(-age / FADE_S)
+
+
+def own_tokens(attempts: set[Attempt], since: float) -> int:
+    """Uncached prompt tokens that this process sent after `since` and that have had no first token yet."""
+    return sum(attempt.uncached for attempt in tuple(attempts) if attempt.first is None and attempt.started > since)

@@ -1,0 +1,148 @@
+"""The cost of DESIGN section 2: predicted seconds until this call's first token, plus what the choice costs others.
+
+`queue + alpha x uncached prompt + neighbours + penalties - discount of a home`, in seconds of the endpoint at hand, so a
+slow GPU, a long queue and a lost cache are compared in one currency. `alpha` > 1 charges for the prefill that others will
+wait behind; it rises with the backlog, because a fixed one spreads prefixes near saturation and loses capacity.
+With a bid (`Ask.bids`) queue and cached tokens are the server's own word; without one they are this process's memory.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gpuroute.core.candidates import NOTHING_ASKED, Ask, TwoRandom
+from gpuroute.core.pickers import Kit, first_admitted
+from gpuroute.core.prefix import BLOCK_TOKENS, DEPTHS
+from gpuroute.core.report import own_tokens
+from gpuroute.core.speed import Speeds, shrunk
+
+if TYPE_CHECKING:
+    from collections.abc import Container, Iterable, Sequence
+
+    from gpuroute.core.ring import Ring
+    from gpuroute.core.state import EndpointState
+
+INF = math.inf
+DEFAULT_TOKENS = 256  # a prompt of unknown length
+
+
+@dataclass(frozen=True, slots=True)
+class SecondsRules:
+    """Constants of the cost; from our simulator (docs/simulation.md), starting values from the design's yardstick.
+
+    Blind = without a bid. `neighbour_s`: seconds per running sequence; `failure_s` fades over `failure_fade_s`.
+    """
+
+    alpha_max: float = 30.0
+    alpha_tokens: float = 3_000.0
+    blind_alpha: float = 3.0
+    home_discount: float = 0.3
+    home_discount_max: float = 3.0
+    home_tokens: float = 30_000.0
+    neighbour_s: float = 0.0002
+    failure_s: float = 1.0
+    failure_fade_s: float = 5.0
+
+
+class Soonest:
+    """The policies `auto` (homes of the prefix, own last placement, two random) and `predictive` (two random)."""
+
+    ring: Ring | None = None
+
+    def __init__(self, kit: Kit, *, homes: bool, rules: SecondsRules | None = None) -> None:
+        self.wants_ladder = homes
+        self.rules = rules or SecondsRules()
+        self._kit = kit
+        self._two = TwoRandom(kit.states, kit.random)
+        self._ring = kit.ring() if homes else None
+        self.ring = self._ring
+
+    def candidates(self, ask: Ask) -> Sequence[EndpointState]:
+        """At most six: last placement, two homes of up to 2,048 tokens, one of 512, two random. Drawn once per call."""
+        if ask.candidates is None:
+            found: dict[EndpointState, str] = {}
+            for state, why in self._sources(ask):
+                found.setdefault(state, why)
+            ask.candidates = found
+        return tuple(ask.candidates)
+
+    def pick(self, ask: Ask, tried: Container[EndpointState] = ()) -> EndpointState | None:
+        if ask is NOTHING_ASKED:
+            ask = Ask()  # a draw is kept in the ask, and that one is everybody's
+        best, best_cost = None, INF
+        for state in self.candidates(ask):
+            if len(state.in_flight) < state.limit and state not in tried:
+                cost = self.cost(state, ask)
+                if cost < best_cost:
+                    best, best_cost = state, cost
+        if best is None:
+            ask.candidates = None  # all tried or closed: the next draw finds others
+            best = first_admitted(self._kit, tried)
+        return best
+
+    def consider(self, ask: Ask) -> Iterable[tuple[EndpointState, float, str]]:
+        self.candidates(ask)
+        return [(state, self.cost(state, ask), why) for state, why in (ask.candidates or {}).items()]
+
+    def uncached(self, state: EndpointState, ask: Ask) -> int:
+        """Prompt tokens that this endpoint would have to compute, as far as is known."""
+        tokens = ask.tokens or DEFAULT_TOKENS
+        bid = ask.bids.get(state.id)
+        matched = bid.matched_tokens if bid is not None and bid.matched_tokens >= 0 else self._remembered(state, ask)
+        return max(1, tokens - matched)
+
+    def cost(self, state: EndpointState, ask: Ask) -> float:
+        """Predicted seconds to the first token, plus the cost to others."""
+        rules, speeds = self.rules, state.pool.speeds
+        rate = shrunk(state.speed, speeds.cohort(state.endpoint))
+        bid = ask.bids.get(state.id)
+        uncached = self.uncached(state, ask) * rate
+        if bid is not None:
+            backlog = bid.queue_tokens(ask.mean_tokens) * rate + bid.running * rules.neighbour_s
+            alpha = min(rules.alpha_max, 1 + speeds.backlog / rules.alpha_tokens)
+        else:
+            backlog = self._blind_backlog(state, ask, rate, speeds)
+            alpha = rules.blind_alpha
+        seconds = backlog + alpha * uncached - self._home_discount(state, ask, rate, speeds)
+        if state.last_error_at is not None and state.troubled:
+            seconds += rules.failure_s * math.exp(-(ask.now - state.last_error_at) / rules.failure_fade_s)
+        # Shifted so that ramps and weights scale a positive number even for a discounted home.
+        return (seconds + 1.0) * state.inverse_weight if state.inverse_weight != 1.0 else seconds + 1.0
+
+    def _blind_backlog(self, state: EndpointState, ask: Ask, rate: float, speeds: Speeds) -> float:
+        queue = state.queue
+        if queue is None:
+            return speeds.mean_wait + own_tokens(state.in_flight, -INF) * rate
+        return queue.expected(ask.now, speeds.mean_wait) + own_tokens(state.in_flight, queue.at) * rate
+
+    def _home_discount(self, state: EndpointState, ask: Ask, rate: float, speeds: Speeds) -> float:
+        if not ask.candidates or ask.candidates.get(state) != "home" or not ask.ladder:
+            return 0.0
+        rules = self.rules
+        share = min(rules.home_discount_max, rules.home_discount + speeds.backlog / rules.home_tokens)
+        return share * DEPTHS[min(len(ask.ladder), 3) - 1] * BLOCK_TOKENS * rate
+
+    def _sources(self, ask: Ask) -> Iterable[tuple[EndpointState, str]]:
+        by_id, ladder = self._kit.by_id, ask.ladder
+        if self._ring is not None and ladder:
+            placed = self._kit.placements.deepest(ladder)
+            if placed in by_id:
+                yield by_id[placed], "placed before"
+            for owner, _ in zip(self._ring.homes(ladder[min(len(ladder), 3) - 1]), range(2), strict=False):
+                yield by_id[owner], "home"
+            if len(ladder) > 2:
+                yield by_id[self._ring.home(ladder[1])], "home"
+        for state in self._two(ask):
+            yield state, "random"
+
+    def _remembered(self, state: EndpointState, ask: Ask) -> int:
+        """Tokens of this prompt's longest prefix that this process has placed there."""
+        if not self.wants_ladder:
+            return 0
+        owner_of = self._kit.placements.owner
+        for index in range(len(ask.ladder) - 1, -1, -1):
+            if owner_of(ask.ladder[index]) == state.id:
+                return min(DEPTHS[index] * BLOCK_TOKENS, ask.tokens)
+        return 0

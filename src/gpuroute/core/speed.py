@@ -1,0 +1,73 @@
+"""How fast an endpoint is: seconds per prompt token and per output token, learned and shrunk to its cohort.
+
+The registry's GPU kind is only the prior. Each first token that did not wait teaches the prefill rate; the mean of a
+logarithm is robust to one slow call, and an endpoint with few samples leans on the cohort of the same GPU and model, so
+that a thermally throttled GPU shows within some 50 calls and a single outlier shows nowhere.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gpuroute.core.endpoint import Endpoint
+
+# Seconds per prompt token of an 8B model in BF16, from public kernel measurements (docs/simulation.md).
+PREFILL_PRIOR = {
+    "H200": 19.9e-6,
+    "H100": 20.1e-6,
+    "A100": 55.9e-6,
+    "L40S": 68.5e-6,
+    "V100": 163e-6,
+    "L4": 266e-6,
+}
+UNKNOWN_PRIOR = 50e-6
+SHRINK = 20.0  # samples at which own experience weighs as much as the cohort's
+
+
+class Rate:
+    """A learned log(seconds per token) that starts at a prior."""
+
+    __slots__ = ("count", "log")
+
+    def __init__(self, prior: float) -> None:
+        self.log = math.log(prior)
+        self.count = 0
+
+    def learn(self, seconds_per_token: float) -> None:
+        """One sample; the newest weigh 2 % once there are fifty."""
+        if 0 < seconds_per_token < math.inf:
+            self.count += 1
+            self.log += (math.log(seconds_per_token) - self.log) * max(0.02, 1.0 / (self.count + 1))
+
+
+class Speeds:
+    """The prefill rates of one pool by cohort, and the mean of the waits seen. Not locked: single stores of floats."""
+
+    __slots__ = ("_cohorts", "backlog", "mean_wait")
+
+    def __init__(self) -> None:
+        self._cohorts: dict[tuple[str, str], Rate] = {}
+        self.mean_wait = 0.0
+        self.backlog = 0.0  # moving mean of queued tokens in bids
+
+    def cohort(self, endpoint: Endpoint) -> Rate:
+        """The common experience with this GPU and model."""
+        key = (endpoint.gpu.kind, endpoint.model)
+        rate = self._cohorts.get(key)
+        if rate is None:
+            rate = self._cohorts[key] = Rate(PREFILL_PRIOR.get(endpoint.gpu.kind, UNKNOWN_PRIOR))
+        return rate
+
+    def waited(self, seconds: float) -> None:
+        """One observed wait in a queue, in seconds."""
+        self.mean_wait += 0.02 * (seconds - self.mean_wait)
+
+
+def shrunk(own: Rate | None, cohort: Rate) -> float:
+    """Seconds per token: own experience and the cohort's, weighed by samples (in the log domain)."""
+    if own is None:
+        return math.exp(cohort.log)
+    weight = own.count / (own.count + SHRINK)
+    return math.exp(weight * own.log + (1 - weight) * cohort.log)
