@@ -22,6 +22,8 @@ from gpuroute.core.pool import Pool, PoolRules
 from gpuroute.core.prefix import BLOCK_TOKENS, DEPTHS
 from gpuroute.errors import DeadlineExceeded, NoEndpointAvailable
 
+from .reports import Reports
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -60,11 +62,12 @@ def session_of(request: Request) -> int | None:
 class CoreClient:
     """One process with the real core in it."""
 
-    def __init__(self, sim: Simulation, pool: Pool, *, by_session: bool, cold: bool = False) -> None:
+    def __init__(self, sim: Simulation, pool: Pool, *, by_session: bool, reports: Reports) -> None:
         self.pool = pool
         self._sim = sim
         self._by_session = by_session
-        self._warm: set[int] | None = set() if cold else None
+        self._reports = reports
+        self._warm: set[int] | None = set() if sim.network.handshake else None
 
     def arrive(self, flight: Flight, now: float) -> None:
         request, pool = flight.request, self.pool
@@ -126,7 +129,9 @@ def spec_of(servers: Sequence[Server], states: Sequence[str | None]) -> PoolSpec
     return PoolSpec(POOL, tuple(server.endpoint(state) for server, state in listed if state is not None))
 
 
-def core_clients(sim: Simulation, count: int, policy: str, seed: int, *, cold: bool = False) -> list[CoreClient]:
+def core_clients(
+    sim: Simulation, count: int, policy: str, seed: int, *, reports: Reports | None = None
+) -> list[CoreClient]:
     """`count` processes with that policy. Raises ConfigError for an unknown one."""
     spec = spec_of(sim.servers, sim.start_view())
     rules = PoolRules(policy=policy)
@@ -137,5 +142,5 @@ def core_clients(sim: Simulation, count: int, policy: str, seed: int, *, cold: b
         pool.snapshot.picker.ring = ring
         pool.update(spec, rules, 0.0)
         ring = pool.snapshot.picker.ring
-        clients.append(CoreClient(sim, pool, by_session=policy == "session", cold=cold))
+        clients.append(CoreClient(sim, pool, by_session=policy == "session", reports=reports or Reports()))
     return clients

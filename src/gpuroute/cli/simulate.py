@@ -1,0 +1,188 @@
+"""`gpuroute simulate`: judge routing policies on a simulated GPU fleet under real traces, on the very core
+that routes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib.util import find_spec
+from math import inf
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gpuroute.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from gpuroute.sim.run import Result, Scenario
+
+_EPILOG = """policies: those of the core (p2c, prefix, auto, ...), with a report channel auto+piggyback, auto+engine or
+auto+asks; oracle; peer:token-queue, peer:sglang, peer:llm-d, peer:kubeai, peer:kubeai-per-client, peer:prequal,
+peer:envoy, peer:peak-ewma, peer:least-conn, peer:litellm.
+events: AT:KIND:SERVERS[:VALUE], e.g. 300:throttle:5%:0.2, 300:die:3, 300:join:0-9, 300:outage::60."""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Register the command."""
+    parser = subparsers.add_parser(
+        "simulate",
+        help="judge policies on a simulated fleet",
+        description=__doc__,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_scenario(parser)
+    _add_trouble(parser)
+    _add_output(parser)
+
+
+def _add_scenario(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--trace", default="mooncake", help="mooncake, azure-conv, synthetic:rate=5,prompt=1000,..., or a file")
+    add("--fleet", default="16xH100", help="e.g. 256xH100 or 40xH100,10xL40S@0.5 (@: relative speed), 8xbatcher")
+    add("--policy", default="p2c,auto,oracle", help="comma-separated, see below")
+    add("--clients", type=int, default=32, help="independent client processes")
+    add("--copies", type=int, default=5, help="shifted, re-salted copies of the trace laid over each other")
+    add("--window", type=float, default=60.0, help="seconds measured")
+    add("--warmup", type=float, default=20.0, help="seconds before that")
+    add("--dram-tokens", type=int, default=0, help="second cache tier per GPU")
+    add("--max-num-seqs", type=int, default=256)
+    add("--max-num-batched-tokens", type=int, default=2048)
+    add("--common-blocks", type=int, default=0, help="block ids below this are common to all copies")
+    add("--sticky", action="store_true", help="a conversation stays with one client")
+    add("--seeds", type=int, default=1, help="number of seeds, from --seed on")
+    add("--seed", type=int, default=1)
+
+
+def _add_trouble(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--event", action="append", default=[], metavar="AT:KIND:SERVERS[:VALUE]")
+    add("--timeout", type=float, default=inf, help="seconds per call")
+    add("--network-delay", type=float, default=0.0005, help="one way, seconds")
+    add("--handshake", type=float, default=0.0, help="seconds for a client's first contact with a server")
+    add("--report-delay", type=float, default=0.0005, help="one way, seconds")
+    add("--report-loss", type=float, default=0.0, help="share of reports and asks that get lost")
+    add("--report-stale", type=float, default=0.0, help="age of a report when it leaves, seconds")
+    add("--report-frozen-at", type=float, default=inf, help="from then on reports repeat what was true at that time")
+    add("--coverage", type=float, default=1.0, help="share of servers that answer asks")
+    add("--liars", type=float, default=0.0, help="share of agents that always say idle")
+    add("--cache-error", type=float, default=0.0, help="agents misjudge the cached prefix by up to that share")
+    add("--scale-h", type=float, default=1.0, help="factor on the step model's h; --scale-a, --scale-k likewise")
+    add("--scale-a", type=float, default=1.0)
+    add("--scale-k", type=float, default=1.0)
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--jobs", type=int, default=1, help="runs side by side, each in a process of its own")
+    add("--json", nargs="?", const="-", metavar="FILE", help="rows as JSON (to stdout without FILE)")
+    add("--csv", metavar="FILE", help="rows as CSV")
+    add("--plot", metavar="FILE", help="PNG or SVG; needs gpuroute[plot]")
+    add("--slo", default="2,0.1", metavar="TTFT,TPOT", help="seconds; what goodput counts")
+    add("--quiet", action="store_true", help="no progress bar")
+    add("--validate", action="store_true", help="replay recorded vLLM runs on the step model and print the errors")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the sweep that `args` describe."""
+    if args.validate:
+        return _validate()
+    from gpuroute.sim.run import sweep
+
+    names = [name.strip() for name in args.policy.split(",") if name.strip()]
+    seeds = range(args.seed, args.seed + args.seeds)
+    try:
+        scenario = _scenario(args)
+        with _progress(quiet=args.quiet) as tell:
+            results = sweep(scenario, names, seeds, jobs=args.jobs, on_progress=tell)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    _show(args, results, scenario)
+    return 0 if len(results) == len(names) * len(seeds) else 130
+
+
+def _scenario(args: argparse.Namespace) -> Scenario:
+    from gpuroute.sim.fleet import Engine, parse_event
+    from gpuroute.sim.loop import Network
+    from gpuroute.sim.measure import Slo
+    from gpuroute.sim.reports import Reports
+    from gpuroute.sim.run import Scenario
+
+    if args.clients < 1 or args.copies < 1 or args.window <= 0 or args.warmup < 0 or args.seeds < 1:
+        raise ConfigError("--clients, --copies, --seeds and --window must be positive, --warmup not negative")
+    ttft, _, tpot = args.slo.partition(",")
+    engine = Engine(args.max_num_seqs, args.max_num_batched_tokens, args.dram_tokens)
+    return Scenario(
+        trace=args.trace,
+        fleet=args.fleet,
+        clients=args.clients,
+        copies=args.copies,
+        window=args.window,
+        warmup=args.warmup,
+        common=args.common_blocks,
+        sticky=args.sticky,
+        timeout=args.timeout,
+        engine=replace(engine, h=args.scale_h, a=args.scale_a, k=args.scale_k),
+        network=Network(delay=args.network_delay, handshake=args.handshake),
+        reports=Reports(
+            delay=args.report_delay,
+            loss=args.report_loss,
+            stale=args.report_stale,
+            frozen_at=args.report_frozen_at,
+            coverage=args.coverage,
+            liars=args.liars,
+            cache_error=args.cache_error,
+        ),
+        events=tuple(parse_event(text) for text in args.event),
+        slo=Slo(float(ttft), float(tpot or 0.1)),
+    )
+
+
+def _show(args: argparse.Namespace, results: list[Result], scenario: Scenario) -> None:
+    from gpuroute.sim import output
+
+    if args.json:
+        _write(args.json, output.as_json(results))
+    if args.csv:
+        _write(args.csv, output.as_csv(results))
+    if args.plot:
+        output.plot(results, Path(args.plot))
+    if args.json != "-" and args.csv != "-":
+        title = f"{scenario.trace} x {scenario.copies} on {scenario.fleet}, {scenario.clients} clients, "
+        output.print_table(results, title + f"{scenario.window:g} s after {scenario.warmup:g} s")
+
+
+def _write(target: str, text: str) -> None:
+    if target == "-":
+        sys.stdout.write(text)
+    else:
+        Path(target).write_text(text, encoding="utf-8")
+
+
+def _validate() -> int:
+    from gpuroute.sim.validate import validate
+
+    print(f"{'run':28} {'metric':8} {'':5} {'measured s':>11} {'simulated s':>11} {'error':>7}")
+    for row in validate():
+        print(
+            f"{row.run:28} {row.metric:8} {row.statistic:5} {row.measured:11.4f} {row.simulated:11.4f} {row.error:+7.1%}"
+        )
+    return 0
+
+
+@contextmanager
+def _progress(*, quiet: bool) -> Iterator[Callable[[float], None] | None]:
+    """A bar on stderr while a person watches."""
+    if quiet or not sys.stderr.isatty() or not find_spec("rich"):
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("simulating", total=1.0)
+        yield lambda share: bar.update(task, completed=share)

@@ -1,0 +1,33 @@
+"""How clients hear of the load of servers in a simulation, and what goes wrong with it.
+
+`piggyback`: a response carries the server's load (with its first byte, and again at its end). `engine`:
+before a call, a few candidates are asked for their running and waiting counts. `agent`: the process beside
+the engine is asked, which also knows queued prompt tokens and how much of the prompt is cached. News take
+`delay` seconds one way, get lost with chance `loss`, and are `stale` seconds old when they leave.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+CHANNELS: Final = {"piggyback": "piggyback", "engine": "engine", "asks": "agent", "agent": "agent"}
+
+
+@dataclass(frozen=True, slots=True)
+class Reports:
+    """Settings of the report channel. Shares between 0 and 1, times in seconds."""
+
+    channel: str = "none"
+    delay: float = 0.0005
+    loss: float = 0.0
+    stale: float = 0.0
+    frozen_at: float = float("inf")  # from then on every report repeats what was true at that time
+    coverage: float = 1.0  # share of servers that answer asks
+    liars: float = 0.0  # share of agents that always say idle
+    patience: float = 0.005  # an ask unanswered for that long counts as lost
+    cache_error: float = 0.0  # agents misjudge the matched prefix by up to that share
+
+    def of(self, channel: str) -> Reports:
+        """The same with another channel."""
+        return replace(self, channel=channel)
