@@ -105,11 +105,11 @@ class Pool:
         if spec == self.spec and rules == self.rules:
             return
         before = self.snapshot
-        known = {state.id for state in before.states}
         self.rules = rules
         self.spec = spec
+        states, cold = self.survivors.adopt(spec.endpoints, now, rules.max_in_flight)
         self.snapshot = Snapshot(
-            self.survivors.adopt(spec.endpoints, now, rules.max_in_flight),
+            states,
             policy=rules.policy,
             random=self.shared.random,
             placements=self.placements,
@@ -117,10 +117,9 @@ class Pool:
         )
         self.shared.stalling.intersection_update(self.snapshot.states)
         self.shared.wake_at = min(self.shared.wake_at, self.outliers.due_at)
-        if known:  # endpoints that were there before this process are as warm as they get
-            for state in self.snapshot.routable:
-                if state.id not in known:
-                    state.start_ramp(now)
+        if before.states:  # endpoints that were there before this process are as warm as they get
+            for state in cold:
+                state.start_ramp(now)
 
     def pick(self, ask: Ask = NOTHING_ASKED, tried: Container[EndpointState] = ()) -> EndpointState | None:
         """The endpoint for one attempt, or None; untried ones outside failed domains, then untried ones, then any."""

@@ -74,3 +74,9 @@ class PoolState:
         self.speeds = Speeds()
         self.wake_at = INF
         self.signals = Signals()
+
+    def forget(self, state: EndpointState) -> None:
+        """An endpoint is gone for good; what runs there ends by itself."""
+        with self.lock:
+            for group in (self.limited, self.ramping, self.stalling):
+                group.discard(state)

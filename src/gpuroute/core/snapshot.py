@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from gpuroute.core.pickers import Kit, Picker
 from gpuroute.core.policies import build_picker
-from gpuroute.core.state import CAPACITY, INF, EndpointState
+from gpuroute.core.state import CAPACITY, INF, RAMP_S, EndpointState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -55,29 +55,43 @@ class Survivors:
     def __init__(self, pool: PoolState) -> None:
         self._pool = pool
         self._live: dict[str, EndpointState] = {}
-        self._departed: OrderedDict[str, EndpointState] = OrderedDict()
+        self._departed: OrderedDict[str, tuple[EndpointState, float]] = OrderedDict()
 
-    def adopt(self, endpoints: Iterable[Endpoint], now: float, max_in_flight: int | None) -> list[EndpointState]:
-        """States for these endpoints, old ones where the id and the address are the same."""
+    def adopt(
+        self, endpoints: Iterable[Endpoint], now: float, max_in_flight: int | None
+    ) -> tuple[list[EndpointState], list[EndpointState]]:
+        """States for these endpoints, old ones where the id and the address are the same; and which of them are cold."""
         wanted = {endpoint.id: endpoint for endpoint in endpoints}
         for gone in [id_ for id_ in self._live if id_ not in wanted]:
-            self._departed[gone] = self._live.pop(gone)
-        states = [self._state(endpoint, now) for endpoint in wanted.values()]
-        for state in states:
-            cap = state.endpoint.capacity.max_in_flight or max_in_flight or INF
+            self._departed[gone] = self._live.pop(gone), now
+        states, cold = [], []
+        for endpoint in wanted.values():
+            state, is_cold = self._state(endpoint, now)
+            states.append(state)
+            if is_cold:
+                cold.append(state)
+            cap = min(endpoint.capacity.max_in_flight or INF, max_in_flight or INF)
             if cap != state.caps.get(CAPACITY, INF):
                 state.set_cap(CAPACITY, cap)
         while len(self._departed) > MAX_DEPARTED:
-            _, state = self._departed.popitem(last=False)
-            self._pool.limited.discard(state)
-        return states
+            _, (state, _) = self._departed.popitem(last=False)
+            self._pool.forget(state)
+        return states, cold
 
-    def _state(self, endpoint: Endpoint, now: float) -> EndpointState:
-        state = self._live.get(endpoint.id) or self._departed.pop(endpoint.id, None)
+    def _state(self, endpoint: Endpoint, now: float) -> tuple[EndpointState, bool]:
+        """The state of one endpoint, and whether its caches are cold: it is new, restarted, or was long without calls."""
+        state, left_at = self._live.get(endpoint.id), now
+        if state is None:
+            state, left_at = self._departed.pop(endpoint.id, (None, now))
         # Another address under the same id is another server: nothing that was learned applies to it.
         if state is None or state.endpoint.url != endpoint.url:
-            state = EndpointState(endpoint, self._pool, now)
-        elif state.endpoint is not endpoint:
+            if state is not None:
+                self._pool.forget(state)
+            self._live[endpoint.id] = state = EndpointState(endpoint, self._pool, now)
+            return state, True
+        before = state.endpoint
+        if before is not endpoint:
             state.adopt(endpoint)
         self._live[endpoint.id] = state
-        return state
+        restarted = endpoint.started_at > before.started_at > 0
+        return state, restarted or now - left_at > RAMP_S or not before.takes_calls

@@ -99,19 +99,22 @@ class EndpointState:
 
     def start_ramp(self, now: float) -> None:
         """Look dear at first: cold caches and lazy kernels make the first calls slow, and it must not be flooded."""
-        if self.endpoint.weight > 0:
-            self.ramp_at, self.ramp_from = now, self.served
-            self.pool.ramping.add(self)
-            self.pool.wake_at = min(self.pool.wake_at, now + 1.0)
+        if self.endpoint.takes_calls:
+            self.ramp_at, self.ramp_from = now, self.served - self.failed
+            with self.pool.lock:
+                self.pool.ramping.add(self)
+                self.pool.wake_at = min(self.pool.wake_at, now + 1.0)
             self.climb(now)
 
     def climb(self, now: float) -> None:
         """Look less dear as time passes and calls complete, whichever is further."""
-        if self.ramp_at is None:
+        since, weight = self.ramp_at, self.endpoint.weight
+        if since is None:
             return
-        progress = max((now - self.ramp_at) / RAMP_S, (self.served - self.ramp_from) / RAMP_CALLS)
-        self.inverse_weight = 1.0 / (self.endpoint.weight * min(1.0, max(RAMP_FLOOR, progress)))
-        if progress >= 1:
+        progress = max((now - since) / RAMP_S, (self.served - self.failed - self.ramp_from) / RAMP_CALLS)
+        if weight > 0:  # else it was drained meanwhile
+            self.inverse_weight = 1.0 / (weight * min(1.0, max(RAMP_FLOOR, progress)))
+        if progress >= 1 or weight <= 0:
             self.ramp_at = None
             self.pool.ramping.discard(self)
 
