@@ -22,11 +22,15 @@ from gpuroute.core.attempt import READY, STREAMING, Attempt, Phase
 from gpuroute.core.candidates import Ask
 from gpuroute.core.history import prompt_units
 from gpuroute.core.outcome import Outcome
+from gpuroute.core.seconds import Soonest
 from gpuroute.core.tried import Tried
 from gpuroute.errors import DeadlineExceeded, NoEndpointAvailable
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from gpuroute.core.pool import Pool
+    from gpuroute.core.state import EndpointState
 
 INF = math.inf
 
@@ -87,6 +91,17 @@ class Call:
         """
         pause = max(self.not_before - now, self.pool.pause_left(now))
         return pause if 0 < pause < self.deadline - now else 0.0
+
+    def candidates(self) -> Sequence[EndpointState]:
+        """The endpoints whose answer would change the next pick and that can be asked: put their bids in `ask.bids`.
+
+        Empty when the policy does not compare seconds or nobody has an agent. At most six.
+        """
+        picker = self.pool.snapshot.picker
+        if not isinstance(picker, Soonest):
+            return ()
+        states = picker.candidates(self.ask)
+        return [s for s in states if s.endpoint.agent and s.admitted and s not in self.tried] if len(states) > 1 else ()
 
     def next_attempt(self, now: float) -> Attempt:
         """Start the next attempt on the endpoint that the policy prefers.

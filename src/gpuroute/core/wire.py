@@ -9,12 +9,13 @@ Pure functions; any thread. Malformed input raises `WireError`, never anything e
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     Value = int | bytes | str | None
+    Buffer = bytes | memoryview
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _FIXED = {_FIXED64: 8, _FIXED32: 4}
@@ -47,19 +48,22 @@ def _varint(value: int) -> bytes:
 
 
 class Message:
-    """The fields of one encoded message; a field that is absent reads as its default, as proto3 has it."""
+    """The fields of one encoded message; a field that is absent reads as its default, as proto3 has it.
+
+    Over a memoryview nothing is copied: nested messages and byte strings are then views too.
+    """
 
     __slots__ = ("_fields",)
 
-    def __init__(self, data: bytes) -> None:
-        self._fields: dict[int, list[int | bytes]] = {}
+    def __init__(self, data: Buffer) -> None:
+        self._fields: dict[int, list[int | Buffer]] = {}
         for number, value in _decode(data):
             self._fields.setdefault(number, []).append(value)
 
     def integer(self, number: int) -> int:
         """An int64, bool or enum field; the last one wins."""
         value = self._fields.get(number, (0,))[-1]
-        if isinstance(value, bytes):
+        if not isinstance(value, int):
             raise WireError(f"field {number} is not an integer")
         return value - (1 << 64) if value >> 63 else value
 
@@ -69,7 +73,7 @@ class Message:
 
     def text(self, number: int) -> str:
         """A string field; what is not UTF-8 is shown as escapes, since it is read by people only."""
-        return self.data(number).decode("utf-8", "backslashreplace")
+        return bytes(self.data(number)).decode("utf-8", "backslashreplace")
 
     def message(self, number: int) -> Message:
         """A nested message, empty if absent."""
@@ -77,18 +81,18 @@ class Message:
 
     def all(self, number: int) -> list[bytes]:
         """Every occurrence of a repeated bytes or message field."""
-        values = [value for value in self._fields.get(number, ()) if isinstance(value, bytes)]
+        values = [value for value in self._fields.get(number, ()) if not isinstance(value, int)]
         if len(values) != len(self._fields.get(number, ())):
             raise WireError(f"field {number} is not a string, bytes or message")
-        return values
+        return cast("list[bytes]", values)
 
     def messages(self, number: int) -> list[Message]:
         """Every occurrence of a repeated message field."""
         return [Message(data) for data in self.all(number)]
 
 
-def _decode(data: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Fields in order; fixed-width ones, which etcd does not use, come as unsigned integers."""
+def _decode(data: Buffer) -> Iterator[tuple[int, int | Buffer]]:
+    """Fields in order; fixed-width ones, which nobody here reads, come as unsigned integers."""
     at, end = 0, len(data)
     while at < end:
         tag, at = _read_varint(data, at)
@@ -110,7 +114,7 @@ def _decode(data: bytes) -> Iterator[tuple[int, int | bytes]]:
         at += size
 
 
-def _read_varint(data: bytes, at: int) -> tuple[int, int]:
+def _read_varint(data: Buffer, at: int) -> tuple[int, int]:
     value = 0
     for offset, byte in enumerate(data[at : at + 10]):
         value |= (byte & 0x7F) << 7 * offset

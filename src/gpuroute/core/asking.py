@@ -1,0 +1,220 @@
+"""The messages between a client and an agent: ask -> bid -> take -> tell. One datagram each, fixed binary layout.
+
+All integers big-endian. A message is header, body, and a 16-byte HMAC-SHA256 (truncated) over both; without a key the tag
+is zero, which agents accept on loopback only unless told otherwise.
+
+| part   | layout (bytes)                                                                                    |
+|--------|---------------------------------------------------------------------------------------------------|
+| header | magic "GR" 2, version 1, kind 1, key number 1, reserved 1, engine 2, epoch milliseconds 8, id 8    |
+| ask    | prompt tokens 4, count of hashes 1, reserved 3, then 8 for each ladder hash, shallow to deep       |
+| bid    | queued tokens 4, running 2, waiting 2, KV use / 65535 2, state 1, reserved 1, matched tokens 4     |
+|        | (0xffffffff: unknown), identity 4, epoch 4, microseconds per 1,000 prompt tokens 4                 |
+| take   | uncached tokens 4, prompt tokens 4                                                                 |
+| tell   | TTFT in microseconds 4, cached tokens 4 (0xffffffff: unknown)                                      |
+
+The id of a call is in all four of its messages. A bid (68 bytes) is never twice as large as an ask (48 at least), so a
+forged source address gains nothing. Malformed input raises Garbled, whatever it is; nothing else.
+"""
+
+from __future__ import annotations
+
+import hmac
+import struct
+from enum import IntEnum
+from typing import TYPE_CHECKING, NamedTuple
+
+from gpuroute.errors import GpurouteError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+VERSION = 1
+MAX_HASHES = 8
+UNKNOWN = 0xFFFFFFFF
+TAG = 16
+
+_HEADER = struct.Struct("!2sBBBxHQQ")
+_ASK = struct.Struct("!IB3x")
+_BID = struct.Struct("!IHHHBxIIII")
+_TAKE = struct.Struct("!II")
+_TELL = struct.Struct("!II")
+_NO_TAG = bytes(TAG)
+
+
+class Kind(IntEnum):
+    """What a message is."""
+
+    ASK = 1
+    BID = 2
+    TAKE = 3
+    TELL = 4
+
+
+class EngineState(IntEnum):
+    """What the agent thinks of its engine."""
+
+    READY = 0
+    WARMING = 1
+    DRAINING = 2
+    HUNG = 3
+    GONE = 4
+
+
+class Garbled(GpurouteError, ValueError):
+    """A datagram that is not a message of ours: wrong size, version, kind or tag."""
+
+
+class Header(NamedTuple):
+    """`engine`: which of the agent's engines (data-parallel ranks); `sent_ms`: sender's clock, epoch milliseconds."""
+
+    kind: Kind
+    key: int
+    engine: int
+    sent_ms: int
+    id: int
+
+
+class AskBody(NamedTuple):
+    """How long the prompt is, and the hashes of its prefix (empty unless the pool opts in)."""
+
+    tokens: int
+    hashes: tuple[int, ...]
+
+
+class BidBody(NamedTuple):
+    """`kv_usage` in 0..1; `identity`: hash of the endpoint's id, so that a wrong port is noticed; `epoch` counts engine
+    starts; `prefill_us`: microseconds per 1,000 prompt tokens."""
+
+    queued_tokens: int
+    running: int
+    waiting: int
+    kv_usage: float
+    state: EngineState
+    matched_tokens: int | None
+    identity: int
+    epoch: int
+    prefill_us: int
+
+
+class TakeBody(NamedTuple):
+    """The call comes here: how many of its prompt tokens must be computed, of how many."""
+
+    uncached: int
+    tokens: int
+
+
+class TellBody(NamedTuple):
+    """What the first token took, and how many prompt tokens the engine said were cached."""
+
+    ttft_us: int
+    cached_tokens: int | None
+
+
+def encode_ask(body: AskBody, id_: int, sent_ms: int, engine: int = 0, key: int = 0, secret: bytes = b"") -> bytes:
+    """An ask; at most MAX_HASHES hashes are sent."""
+    hashes = body.hashes[:MAX_HASHES]
+    payload = _ASK.pack(_u32(body.tokens), len(hashes)) + struct.pack(f"!{len(hashes)}Q", *hashes)
+    return _sealed(Kind.ASK, payload, id_, sent_ms, engine, key, secret)
+
+
+def encode_bid(body: BidBody, id_: int, sent_ms: int, engine: int = 0, key: int = 0, secret: bytes = b"") -> bytes:
+    """The answer to an ask."""
+    payload = _BID.pack(
+        _u32(body.queued_tokens),
+        min(body.running, 0xFFFF),
+        min(body.waiting, 0xFFFF),
+        round(min(1.0, max(0.0, body.kv_usage)) * 0xFFFF),
+        body.state,
+        _maybe(body.matched_tokens),
+        body.identity & UNKNOWN,
+        body.epoch & UNKNOWN,
+        _u32(body.prefill_us),
+    )
+    return _sealed(Kind.BID, payload, id_, sent_ms, engine, key, secret)
+
+
+def encode_take(body: TakeBody, id_: int, sent_ms: int, engine: int = 0, key: int = 0, secret: bytes = b"") -> bytes:
+    """The call of this id comes to that engine."""
+    return _sealed(Kind.TAKE, _TAKE.pack(_u32(body.uncached), _u32(body.tokens)), id_, sent_ms, engine, key, secret)
+
+
+def encode_tell(body: TellBody, id_: int, sent_ms: int, engine: int = 0, key: int = 0, secret: bytes = b"") -> bytes:
+    """The first token of this id is here."""
+    payload = _TELL.pack(_u32(body.ttft_us), _maybe(body.cached_tokens))
+    return _sealed(Kind.TELL, payload, id_, sent_ms, engine, key, secret)
+
+
+def open_message(data: bytes, secrets: Sequence[bytes] = ()) -> tuple[Header, bytes]:
+    """Check size, version and tag; the header and the body's bytes. Raises Garbled.
+
+    `secrets`: the accepted keys by number (two of them while a key is rotated); empty: tags are not checked.
+    """
+    if len(data) < _HEADER.size + TAG:
+        raise Garbled(f"{len(data)} bytes are too few for a message")
+    magic, version, kind, key, engine, sent_ms, id_ = _HEADER.unpack_from(data)
+    if magic != b"GR" or version != VERSION:
+        raise Garbled(f"not a message of version {VERSION}")
+    if secrets and (key >= len(secrets) or not hmac.compare_digest(data[-TAG:], _tag(data[:-TAG], secrets[key]))):
+        raise Garbled("the tag does not match")
+    try:
+        return Header(Kind(kind), key, engine, sent_ms, id_), data[_HEADER.size : -TAG]
+    except ValueError:
+        raise Garbled(f"kind {kind} is unknown") from None
+
+
+def decode_ask(body: bytes) -> AskBody:
+    """The body of an ask. Raises Garbled."""
+    if len(body) < _ASK.size:
+        raise Garbled("an ask is longer")
+    tokens, count = _ASK.unpack_from(body)
+    if count > MAX_HASHES or len(body) != _ASK.size + 8 * count:
+        raise Garbled("the count of hashes does not fit the size of the ask")
+    return AskBody(tokens, struct.unpack_from(f"!{count}Q", body, _ASK.size))
+
+
+def decode_bid(body: bytes) -> BidBody:
+    """The body of a bid. Raises Garbled."""
+    queued, running, waiting, kv, state, matched, identity, epoch, prefill = _fixed(_BID, body)
+    try:
+        engine_state = EngineState(state)
+    except ValueError:
+        raise Garbled(f"state {state} is unknown") from None
+    return BidBody(queued, running, waiting, kv / 0xFFFF, engine_state, _known(matched), identity, epoch, prefill)
+
+
+def decode_take(body: bytes) -> TakeBody:
+    """The body of a take. Raises Garbled."""
+    return TakeBody(*_fixed(_TAKE, body))
+
+
+def decode_tell(body: bytes) -> TellBody:
+    """The body of a tell. Raises Garbled."""
+    ttft_us, cached = _fixed(_TELL, body)
+    return TellBody(ttft_us, _known(cached))
+
+
+def _sealed(kind: Kind, payload: bytes, id_: int, sent_ms: int, engine: int, key: int, secret: bytes) -> bytes:
+    data = _HEADER.pack(b"GR", VERSION, kind, key, engine, sent_ms, id_) + payload
+    return data + (_tag(data, secret) if secret else _NO_TAG)
+
+
+def _tag(data: bytes, secret: bytes) -> bytes:
+    return hmac.digest(secret, data, "sha256")[:TAG]
+
+
+def _fixed(layout: struct.Struct, body: bytes) -> tuple[int, ...]:
+    if len(body) != layout.size:
+        raise Garbled(f"a body of {len(body)} bytes where {layout.size} belong")
+    return layout.unpack(body)
+
+
+def _u32(number: int) -> int:
+    return min(max(0, number), UNKNOWN - 1)
+
+
+def _maybe(number: int | None) -> int:
+    return UNKNOWN if number is None else _u32(number)
+
+
+def _known(number: int) -> int | None:
+    return None if number == UNKNOWN else number
