@@ -12,7 +12,7 @@ import gpuroute
 from gpuroute.cli import COMMANDS
 from gpuroute.config import is_secret, markdown, rows, variable
 from gpuroute.core.outcome import Outcome
-from gpuroute.core.pickers import POLICIES
+from gpuroute.core.policies import POLICIES
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
