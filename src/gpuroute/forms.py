@@ -146,7 +146,8 @@ def _parse_file(text: str) -> str:
 
 
 def _parse_registry(text: str) -> str:
-    if "@" in text:  # credentials in a URL end up in logs, process lists and error messages
+    # Credentials in a URL end up in logs, process lists and error messages.
+    if "@" in text and not text.strip().startswith(("file:", "/", "./")):
         raise ValueError(text)
     return text.strip()
 
@@ -179,7 +180,7 @@ PATH = Form("a path", _parse_word)
 URL = Form("an http:// or https:// URL without credentials", _parse_url)
 REGISTRY = Form(
     "etcd://h1:2379,h2:2379/prefix, etcds://... (TLS), file:///fleet.toml or POOL=URL,URL;POOL2=URL, without "
-    "credentials (those go into GPUROUTE_ETCD_USER and GPUROUTE_ETCD_PASSWORD)",
+    "credentials (for etcd: GPUROUTE_ETCD_USER and GPUROUTE_ETCD_PASSWORD)",
     _parse_registry,
 )
 SECRET = Form("any text", Secret, lambda secret: secret.reveal())
