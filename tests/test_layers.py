@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "router": {"core", "config", "registry", "engines", "errors"},
     "observe": {"core", "errors"},
     "transports": {"router", "observe", "engines", "core", "errors", "config"},
-    "public": {"transports", "router", "config", "registry", "core", "errors"},
+    "public": {"transports", "router", "config", "registry", "engines", "core", "errors"},
     "agent": ANYTHING_PUBLIC,
     "sim": ANYTHING_PUBLIC,
     "testing": ANYTHING_PUBLIC | {"transports", "sim"},
