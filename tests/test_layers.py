@@ -115,3 +115,14 @@ def test_importing_gpuroute_loads_only_light_stdlib() -> None:
 def test_importing_gpuroute_is_quick() -> None:
     best = min(imported_by(REPORT)["ms"] for _ in range(5))
     assert best <= 80, f"import gpuroute takes {best:.0f} ms at best"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_sizes(path: Path) -> None:
+    """A file of the core fits into one reading, a function onto one screen."""
+    source = path.read_text(encoding="utf-8")
+    if layer_of(module_of(path)) == "core":
+        assert source.count("\n") <= 250
+    functions = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+    long = {node.name: lines for node in functions if (lines := (node.end_lineno or 0) - node.lineno + 1) > 60}
+    assert long == {}
