@@ -1,0 +1,117 @@
+"""Load figures out of a page in Prometheus text form.
+
+An own bounded scanner: it looks only for the names that an engine's table mentions, so a page of 54 KB with 700 series
+costs a fraction of a millisecond, where a full parse (the `prometheus-client` parser) takes 15 ms and is one dependency
+more; an agent does this twice a second. It accepts `:` in names, any labels with escapes, timestamps and exemplars,
+skips what it cannot read and never raises.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from math import isfinite, prod
+from typing import TYPE_CHECKING, NamedTuple
+
+from gpuroute.core.orca import LoadReport, as_load
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from .engine import Engine, Reading, Readings
+
+MAX_PAGE = 8 * 1024 * 1024
+"""Bytes of a page that are looked at."""
+
+_LABELS = r'(?:\{((?:[^"}]|"(?:[^"\\]|\\.)*")*)\})?'
+_LABEL = re.compile(r'([A-Za-z_]\w*)\s*=\s*"((?:[^"\\]|\\.)*)"')
+
+Series = tuple[str, float]
+
+
+class Metrics(NamedTuple):
+    """What a page of metrics said.
+
+    `counters` grow for ever (their differences give rates, and `steps` standing still while requests run means hung):
+    `prompt_tokens` (computed, without cached ones), `cached_tokens`, `generated_tokens`, `steps`, `preemptions`,
+    `rejected`. One that the engine does not have is absent. `awake` is False for an engine put to sleep.
+    """
+
+    report: LoadReport
+    counters: Mapping[str, float]
+    awake: bool = True
+
+
+def read_metrics(engine: Engine, page: bytes) -> Metrics | None:
+    """The load figures of an engine's page; None if it contains none of them."""
+    series = scan(page, _names(engine))
+    if not series:
+        return None
+    report = {name: value for name, found in engine.report.items() if (value := _figure(series, found)) is not None}
+    counters = {name: n for name, found in engine.counters.items() if (n := _figure(series, found)) is not None}
+    awake = counters.pop("awake", 1.0) > 0
+    cached = counters.get("cached_tokens", 0.0)
+    if engine.cached_in_prompt and "prompt_tokens" in counters:
+        counters["prompt_tokens"] = max(0.0, counters["prompt_tokens"] - cached)
+    return Metrics(LoadReport(**report), counters, awake)
+
+
+def scan(page: bytes, names: frozenset[str]) -> dict[str, list[Series]]:
+    """Every series of these names: name -> (text of its labels, value). NaN and infinities are left out."""
+    found: dict[str, list[Series]] = {}
+    for name, labels, text in _pattern(names).findall(page[:MAX_PAGE].decode("utf-8", "replace")):
+        try:
+            value = float(text)
+        except ValueError:
+            continue
+        if isfinite(value):
+            found.setdefault(name, []).append((labels, value))
+    return found
+
+
+def labels_of(text: str) -> dict[str, str]:
+    """The labels in the braces of one series."""
+    return {name: re.sub(r"\\(.)", _unescaped, value) for name, value in _LABEL.findall(text)}
+
+
+def _unescaped(match: re.Match[str]) -> str:
+    return "\n" if match[1] == "n" else match[1]
+
+
+@lru_cache(maxsize=64)
+def _pattern(names: frozenset[str]) -> re.Pattern[str]:
+    either = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
+    return re.compile(rf"^({either}){_LABELS}[ \t]+(\S+)", re.MULTILINE)
+
+
+@lru_cache(maxsize=64)
+def _names(engine: Engine) -> frozenset[str]:
+    tables: Iterable[Readings] = (*engine.report.values(), *engine.counters.values())
+    return frozenset(name for readings in tables for r in readings for name in (*r.names, *r.plus))
+
+
+def _figure(series: Mapping[str, list[Series]], readings: Readings) -> float | None:
+    values = [_value(series, reading) for reading in readings]
+    known = [value for value in values if value is not None]
+    return as_load(prod(known)) if len(known) == len(values) else None
+
+
+def _value(series: Mapping[str, list[Series]], reading: Reading) -> float | None:
+    found = next((kept for name in reading.names if (kept := _kept(series.get(name, []), reading))), None)
+    if found is None:
+        return None
+    total = sum(value for _, value in found) if not reading.labels else sum(_product(r, reading) for r, _ in found)
+    total += sum(value for name in reading.plus for _, value in series.get(name, []))
+    return min(total / len(found), 1.0) if reading.share else total
+
+
+def _kept(series: list[Series], reading: Reading) -> list[Series]:
+    if reading.where is None:
+        return series
+    label, wanted = reading.where
+    return [one for one in series if labels_of(one[0]).get(label) == wanted]
+
+
+def _product(text: str, reading: Reading) -> float:
+    labels = labels_of(text)
+    return prod(as_load(labels.get(name)) or 0.0 for name in reading.labels)
