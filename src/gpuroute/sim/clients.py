@@ -17,18 +17,23 @@ from xxhash import xxh3_64_intdigest
 from gpuroute.core.call import Call
 from gpuroute.core.candidates import Ask
 from gpuroute.core.fleet import PoolSpec
+from gpuroute.core.learning import learn_bid
 from gpuroute.core.outcome import Outcome
 from gpuroute.core.pool import Pool, PoolRules
 from gpuroute.core.prefix import BLOCK_TOKENS, DEPTHS
+from gpuroute.core.seconds import Soonest
 from gpuroute.errors import DeadlineExceeded, NoEndpointAvailable
 
+from .agents import Agents
 from .reports import Reports
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gpuroute.core.attempt import Attempt
+    from gpuroute.core.report import Report
     from gpuroute.core.ring import Ring
+    from gpuroute.core.state import EndpointState
 
     from .fleet import Load, Server
     from .loop import Flight, Simulation
@@ -59,26 +64,69 @@ def session_of(request: Request) -> int | None:
     return None if request.session is None else xxh3_64_intdigest(pack("<q", request.session))
 
 
+def index_of(state: EndpointState) -> int:
+    """The number in an id like `gpu-7`."""
+    return int(state.id[4:])
+
+
 class CoreClient:
     """One process with the real core in it."""
 
-    def __init__(self, sim: Simulation, pool: Pool, *, by_session: bool, reports: Reports) -> None:
+    def __init__(self, sim: Simulation, pool: Pool, *, by_session: bool, reports: Reports, agents: Agents | None) -> None:
         self.pool = pool
         self._sim = sim
         self._by_session = by_session
         self._reports = reports
+        self._agents = agents
         self._warm: set[int] | None = set() if sim.network.handshake else None
 
     def arrive(self, flight: Flight, now: float) -> None:
         request, pool = flight.request, self.pool
         ladder = ladder_of(request) if pool.wants_ladder else ()
         key = session_of(request) if self._by_session else None
-        flight.call = Call(pool, now, ask=Ask(key, ladder, request.prompt_tokens))
-        self._attempt(flight)
+        ask = Ask(key, ladder, request.prompt_tokens)
+        flight.call = Call(pool, now, ask=ask)
+        picker = pool.snapshot.picker
+        if self._agents is None or not isinstance(picker, Soonest):
+            self._attempt(flight)
+            return
+        ask.now = now
+        asked = picker.candidates(ask)
+        self._sim.at(now + self._reports.delay, self._asked, (flight, asked))
 
     def first(self, flight: Flight, now: float, load: Load) -> None:  # noqa: ARG002
         attempt: Attempt = flight.extra  # type: ignore[assignment]
         attempt.first_token(now)
+        if self._agents is not None:
+            message = (index_of(attempt.state), flight.number, now - attempt.started)
+            self._sim.at(now + self._reports.delay, self._agents.tell, message)
+
+    def _asked(self, what: tuple[Flight, Sequence[EndpointState]]) -> None:
+        """The asks are there; the answers come back together, or the client stops waiting for the
+        missing ones.
+        """
+        flight, asked = what
+        sim, agents, reports = self._sim, self._agents, self._reports
+        assert agents is not None
+        ask = flight.call.ask  # type: ignore[attr-defined]
+        bids: dict[str, Report] = {}
+        for state in asked:
+            bid = None if agents.lost() else agents.bid(index_of(state), flight.number, ask.tokens, ask.ladder)
+            if bid is not None and not agents.lost():
+                bids[state.id] = bid
+        late = len(bids) < len(asked)
+        wait = max(reports.delay, reports.patience - reports.delay) if late else reports.delay
+        sim.at(sim.now + wait, self._bidden, (flight, bids))
+
+    def _bidden(self, what: tuple[Flight, dict[str, Report]]) -> None:
+        flight, bids = what
+        pool = self.pool
+        flight.call.ask.bids = bids  # type: ignore[attr-defined]
+        for id_, bid in bids.items():
+            state = pool.snapshot.by_id.get(id_)
+            if state is not None:
+                learn_bid(state, bid, pool.mean_tokens)
+        self._attempt(flight)
 
     def done(self, flight: Flight, now: float, load: Load) -> None:  # noqa: ARG002
         call: Call = flight.call  # type: ignore[assignment]
@@ -112,7 +160,10 @@ class CoreClient:
             sim.give_up(flight)
             return
         flight.extra = attempt
-        index = int(attempt.state.id[4:])  # gpu-<index>
+        index = index_of(attempt.state)
+        if self._agents is not None:
+            message = (index, flight.number, attempt.uncached, attempt.tokens)
+            sim.at(sim.now + self._reports.delay, self._agents.take, message)
         sim.send(flight, index, cold=self._is_cold(index))
 
     def _is_cold(self, index: int) -> bool:
@@ -135,6 +186,8 @@ def core_clients(
     """`count` processes with that policy. Raises ConfigError for an unknown one."""
     spec = spec_of(sim.servers, sim.start_view())
     rules = PoolRules(policy=policy)
+    reports = reports or Reports()
+    agents = Agents(sim, reports) if reports.channel in {"engine", "agent"} else None
     clients: list[CoreClient] = []
     ring: Ring | None = None
     for number in range(count):
@@ -142,5 +195,5 @@ def core_clients(
         pool.snapshot.picker.ring = ring
         pool.update(spec, rules, 0.0)
         ring = pool.snapshot.picker.ring
-        clients.append(CoreClient(sim, pool, by_session=policy == "session", reports=reports or Reports()))
+        clients.append(CoreClient(sim, pool, by_session=policy == "session", reports=reports, agents=agents))
     return clients

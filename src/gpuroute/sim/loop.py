@@ -38,12 +38,26 @@ class Network:
 class Flight:
     """One logical call from its arrival at a client to its end."""
 
-    __slots__ = ("attempts", "born", "call", "client", "extra", "first_at", "job", "live", "reached", "request", "server")
+    __slots__ = (
+        "attempts",
+        "born",
+        "call",
+        "client",
+        "extra",
+        "first_at",
+        "job",
+        "live",
+        "number",
+        "reached",
+        "request",
+        "server",
+    )
 
     def __init__(self, request: Request, client: Client, now: float) -> None:
         self.request = request
         self.client = client
         self.born = now
+        self.number = 0
         self.first_at = inf
         self.attempts = 0
         self.server: Server | None = None
@@ -95,6 +109,7 @@ class Simulation:
         self.timeout = timeout
         self.clients: Sequence[Client] = ()
         self.seed = seed
+        self.over = False  # no more calls will come and none is under way
         self.shared: dict[str, Any] = {}  # what the instances of a peer have in common
         self._requests = requests
         self._sticky = sticky
@@ -102,6 +117,8 @@ class Simulation:
         self._trouble = Random(f"{seed}/trouble")
         self._heap: list[tuple[float, int, Callable[..., None], object]] = []
         self._order = 0
+        self._flights = 0
+        self._alive = 0  # flights under way
         self._listed: list[str | None] = ["ready"] * len(servers)
         self._outage_until = -inf
         for event in events:
@@ -126,6 +143,9 @@ class Simulation:
                 self.now = upcoming.at
                 self._start(upcoming)
                 upcoming = next(requests, None)
+            elif upcoming is None and not self._alive:
+                self.over = True
+                break
             else:
                 self.now, _, action, what = heappop(heap)
                 action(what)
@@ -147,6 +167,7 @@ class Simulation:
         """No answer for this call: it counts as failed."""
         if flight.live:
             flight.live = False
+            self._alive -= 1
             self.meter.failed(flight, self.now)
 
     def abandon(self, flight: Flight) -> None:
@@ -173,6 +194,9 @@ class Simulation:
         else:
             index = int(self._random.random() * len(clients))
         flight = Flight(request, clients[index], self.now)
+        self._alive += 1
+        self._flights += 1
+        flight.number = self._flights
         self.meter.arrived(flight)
         if self.timeout < inf:
             self.at(self.now + self.timeout, self._time_out, flight)
@@ -230,6 +254,7 @@ class Simulation:
         flight, job, load = news
         if flight.live and flight.job is job:
             flight.live = False
+            self._alive -= 1
             self.meter.succeeded(flight, job, self.now)
             flight.client.done(flight, self.now, load)
 
