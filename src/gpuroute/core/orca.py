@@ -13,8 +13,10 @@ from __future__ import annotations
 import json
 from base64 import b64decode
 from math import isfinite
-from struct import unpack_from
+from struct import unpack
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from gpuroute.core.wire import Message, WireError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -104,7 +106,7 @@ def parse_orca_bin(data: bytes) -> LoadReport | None:
         return None
     try:
         return report_of(list(_from_wire(data)))
-    except (IndexError, ValueError):
+    except WireError:
         return None
 
 
@@ -138,47 +140,13 @@ def _from_base64(text: str) -> LoadReport | None:
 
 
 def _from_wire(data: bytes) -> Iterator[tuple[str, object]]:
-    """Names and values of an OrcaLoadReport; named metrics are field 8, a map."""
-    plain: dict[int, float] = {}
-    for number, value in _fields(data):
-        if number == 8 and isinstance(value, bytes):
-            entry = dict(_fields(value))
-            name = entry.get(1, b"")
-            yield name.decode("utf-8", "replace") if isinstance(name, bytes) else "", entry.get(2, 0.0)
-        elif isinstance(value, float):
-            plain[number] = value
-    yield "application_utilization", plain.get(9)
-    yield "cpu_utilization", plain.get(1)
+    """Names and values of an OrcaLoadReport; named metrics are field 8, a map. As proto3 has it, 0 is not sent."""
+    message = Message(data)
+    for entry in message.messages(8):
+        yield entry.text(1), _double(entry, 2)
+    yield "application_utilization", _double(message, 9) or None
+    yield "cpu_utilization", _double(message, 1) or None
 
 
-def _fields(data: bytes) -> Iterator[tuple[int, float | bytes]]:
-    """Fields of a protobuf message: doubles and byte strings; other numbers are passed over."""
-    at = 0
-    while at < len(data):
-        tag, at = _varint(data, at)
-        if tag & 7 == 0:
-            _, at = _varint(data, at)
-        elif tag & 7 == 1 and at + 8 <= len(data):
-            yield tag >> 3, unpack_from("<d", data, at)[0]
-            at += 8
-        elif tag & 7 == 2:
-            size, at = _varint(data, at)
-            yield tag >> 3, data[at : at + size]
-            at += size
-        elif tag & 7 == 5:
-            at += 4
-        else:
-            raise ValueError("not a protobuf message")
-    if at > len(data):
-        raise ValueError("truncated")
-
-
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    value = 0
-    for shift in range(0, 70, 7):
-        byte = data[at]
-        at += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, at
-    raise ValueError("varint too long")
+def _double(message: Message, number: int) -> float:
+    return float(unpack("<d", message.integer(number).to_bytes(8, "little", signed=True))[0])
