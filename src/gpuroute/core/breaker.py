@@ -4,7 +4,8 @@ It trips on consecutive failures, the rule that needs no traffic volume (Finagle
 failures in a window of 10 buckets, which sees an endpoint that fails every second call. The open time
 doubles with every trip in a row, is jittered so that many clients do not probe in step, and shrinks again by successes,
 not by time: an endpoint that nobody calls has not got better. While open its cap is 0; half-open admits `probes` new
-attempts beside those that were already running.
+attempts beside those that were running when it opened. Those *bystanders* say nothing about what came after, whenever
+they end; attempts that panic sends to an open breaker are probes like any other.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING
 from gpuroute.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Collection
 
     from gpuroute.core.attempt import Attempt
 
@@ -90,7 +91,7 @@ class Window:
 class Breaker:
     """Pure state machine; not locked: the endpoint state calls it under its own lock."""
 
-    __slots__ = ("failures", "half_open_at", "reopen_at", "rules", "state", "successes", "trips", "window")
+    __slots__ = ("bystanders", "failures", "reopen_at", "rules", "state", "successes", "trips", "window")
 
     def __init__(self, rules: BreakerRules) -> None:
         self.rules = rules
@@ -99,7 +100,7 @@ class Breaker:
         self.successes = 0
         self.trips = 0
         self.reopen_at = INF
-        self.half_open_at = -INF
+        self.bystanders: set[Attempt] = set()
         self.window: Window | None = None  # exists from the first failure until none is left in it
 
     @property
@@ -108,13 +109,11 @@ class Breaker:
         return self.state is not BreakerState.CLOSED or bool(self.trips or self.failures or self.window)
 
     def succeeded(self, attempt: Attempt, now: float) -> None:
-        """A success: closes a half-open breaker if it was a probe, else forgives past trips one by one."""
-        if self.state is BreakerState.OPEN:
+        """A success: closes an open or half-open breaker if it was a probe, else forgives past trips one by one."""
+        if attempt in self.bystanders:
             return
-        if self.state is BreakerState.HALF_OPEN:
-            if attempt.started < self.half_open_at:
-                return
-            self.state = BreakerState.CLOSED
+        self.state = BreakerState.CLOSED
+        self.reopen_at = INF
         self.failures = 0
         self.successes += 1
         if self.window is not None:
@@ -125,14 +124,17 @@ class Breaker:
             self.successes = 0
             self.trips -= 1
 
-    def failed(self, attempt: Attempt, now: float, random: Callable[[], float]) -> None:
-        """A failure: may open it. Attempts older than the current state say nothing new about it."""
+    def failed(
+        self, attempt: Attempt, now: float, random: Callable[[], float], in_flight: Collection[Attempt] = ()
+    ) -> None:
+        """A failure: may open it. `in_flight`: the endpoint's other attempts, which then become bystanders."""
+        if attempt in self.bystanders:
+            return
         self.successes = 0
         if self.state is BreakerState.OPEN or not self.rules.failures:
             return
         if self.state is BreakerState.HALF_OPEN:
-            if attempt.started >= self.half_open_at:
-                self._open(now, random)
+            self._open(now, random, in_flight)
             return
         self.failures += 1
         if self.window is None:
@@ -140,28 +142,26 @@ class Breaker:
         self.window.add(now, failed=True)
         calls, failures = self.window.totals(now)
         if self.failures >= self.rules.failures or self._mostly_fails(calls, failures):
-            self._open(now, random)
+            self._open(now, random, in_flight)
 
     def tick(self, now: float) -> None:
         """An open time that has passed lets the probes in."""
         if self.state is BreakerState.OPEN and now >= self.reopen_at:
             self.state = BreakerState.HALF_OPEN
-            self.half_open_at = now
             self.reopen_at = INF
 
-    def cap(self, in_flight: Iterable[Attempt]) -> float:
+    def cap(self, in_flight: Collection[Attempt]) -> float:
         """How many attempts the breaker allows in flight, given those that are."""
         if self.state is BreakerState.CLOSED:
             return INF
         if self.state is BreakerState.OPEN:
             return 0
-        earlier = sum(attempt.started < self.half_open_at for attempt in tuple(in_flight))
-        return self.rules.probes + earlier
+        return self.rules.probes + len(self.bystanders.intersection(tuple(in_flight)))
 
     def _mostly_fails(self, calls: int, failures: int) -> bool:
         return calls >= self.rules.min_calls and failures >= self.rules.ratio * calls
 
-    def _open(self, now: float, random: Callable[[], float]) -> None:
+    def _open(self, now: float, random: Callable[[], float], in_flight: Collection[Attempt]) -> None:
         rules = self.rules
         spread = 1 + rules.jitter * (2 * random() - 1)
         self.state = BreakerState.OPEN
@@ -169,3 +169,4 @@ class Breaker:
         self.trips = min(self.trips + 1, 30)
         self.failures = 0
         self.window = None
+        self.bystanders = set(tuple(in_flight))

@@ -108,7 +108,7 @@ class Outliers:
             record.served, record.failed = state.served, state.failed
             if served >= self.rules.min_calls:
                 rates[state] = 1 - failed / served
-            elif not failed and record.times and EJECTION not in state.caps:
+            if served and not failed and record.times and EJECTION not in state.caps:
                 record.times -= 1
         if not rates:
             return set()

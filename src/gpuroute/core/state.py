@@ -138,7 +138,7 @@ class EndpointState:
     @property
     def admitted_in_panic(self) -> bool:
         """Like `admitted`, with the caps that judge health left out."""
-        hard = min((cap for name, cap in self.caps.items() if name not in HEALTH_CAPS), default=INF)
+        hard = min((cap for name, cap in tuple(self.caps.items()) if name not in HEALTH_CAPS), default=INF)
         return len(self.in_flight) < hard
 
     def set_cap(self, name: str, cap: float, until: float = INF) -> None:
@@ -148,9 +148,10 @@ class EndpointState:
 
     def pause(self, until: float) -> None:
         """Give it nothing new until then, as it asked; a later moment wins."""
-        if until > self.until.get(PAUSE, -INF):
-            self.pool.signals.pauses += 1
-            self.set_cap(PAUSE, 0, until)
+        with self.lock:
+            if until > self.until.get(PAUSE, -INF):
+                self.pool.signals.pauses += 1
+                self._set_cap(PAUSE, 0, until)
 
     def tick(self, now: float) -> None:
         """Lift the caps whose time has passed; an open breaker becomes half open instead."""
@@ -205,7 +206,7 @@ class EndpointState:
             self.last_error = attempt.reason or outcome.label
             self.last_error_at = now
             with self.lock:
-                self.breaker.failed(attempt, now, self.pool.random)
+                self.breaker.failed(attempt, now, self.pool.random, self.in_flight)
                 self._follow_breaker()
         elif self.troubled or self.limit != INF:
             self._recover(attempt, outcome, now)
