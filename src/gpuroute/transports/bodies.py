@@ -1,0 +1,195 @@
+"""What the caller asked for, in the form in which it can be sent to any endpoint, and more than once.
+
+The caller's request object is only read. Its body is sent as it is: bytes and seekable files again for every attempt,
+generators once. For those the attempt counts as sent from the first byte on, so the core will not repeat it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from gpuroute.errors import ConfigError
+from gpuroute.forms import parse_duration
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterator
+
+    from gpuroute.core.attempt import Attempt
+
+NAME = "gpuroute"
+PREFIX = b"x-gpuroute-"
+ACCEPTED = "timeout (seconds), key (text), attempts (a whole number of at least 1)"
+
+Header = tuple[bytes, bytes]
+
+
+class Options(NamedTuple):
+    """What one call may ask of the router."""
+
+    timeout: float | None = None
+    key: str | None = None
+    attempts: int | None = None
+
+
+NO_OPTIONS = Options()
+
+
+class Outgoing:
+    """One request of the caller, read once: immutable but for its body's progress."""
+
+    __slots__ = ("body", "content", "extensions", "headers", "method", "options", "path", "timeouts")
+
+    def __init__(self, request: Any, library: Any) -> None:
+        self.method: str = request.method
+        self.extensions: dict[str, Any] = request.extensions
+        self.path: bytes = self.extensions.get("target") or request.url.raw_path
+        self.timeouts: dict[str, float | None] = self.extensions.get("timeout") or {}
+        self.headers, asked = split_headers(request.headers.raw)
+        own = self.extensions.get(NAME)
+        self.options = read_options(own, asked) if own or asked else NO_OPTIONS
+        self.content = content_of(request, library)
+        self.body = Body(request.stream, self.content, library)
+
+
+class Body:
+    """The request's body over all attempts."""
+
+    __slots__ = ("content", "replayable", "rewind", "source", "started")
+
+    def __init__(self, source: Any, content: bytes | None, library: Any) -> None:
+        self.source = source
+        self.content = content
+        self.rewind = _nothing if content is not None else rewinder(source, library)
+        self.replayable = self.rewind is not None
+        self.started = False
+
+
+class Sending:
+    """The body on its way in one attempt; tells the attempt when it has been written completely."""
+
+    __slots__ = ("_attempt", "_body", "_clock")
+
+    def __init__(self, body: Body, attempt: Attempt, clock: Callable[[], float]) -> None:
+        self._body = body
+        self._attempt = attempt
+        self._clock = clock
+
+    def __iter__(self) -> Iterator[bytes]:
+        if self._body.content is not None:
+            if self._body.content:
+                yield self._body.content
+        else:
+            self._begin()
+            yield from self._body.source
+        # httpcore asks for more only after it has written what it had.
+        self._attempt.sent(self._clock())
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        if self._body.content is not None:
+            if self._body.content:
+                yield self._body.content
+        else:
+            self._begin()
+            async for chunk in self._body.source:
+                yield chunk
+        self._attempt.sent(self._clock())
+
+    def _begin(self) -> None:
+        body = self._body
+        if body.rewind is None:
+            self._attempt.sent(self._clock())
+        elif body.started:
+            body.rewind()
+        body.started = True
+
+
+def split_headers(raw: list[Header]) -> tuple[list[Header], dict[str, str]]:
+    """The headers to send on (without Host: that is the endpoint's), and what `x-gpuroute-*` asked for."""
+    kept: list[Header] = []
+    asked: dict[str, str] = {}
+    for header in raw:
+        name = header[0].lower()
+        if name.startswith(PREFIX):
+            asked[name[len(PREFIX) :].decode("ascii", "replace")] = header[1].decode("utf-8", "replace")
+        elif name != b"host":
+            kept.append(header)
+    return kept, asked
+
+
+def read_options(own: Any, asked: dict[str, str]) -> Options:
+    """The options of one call: `extensions["gpuroute"]`, then headers. Raises ConfigError on bad ones."""
+    merged: dict[str, Any] = {**asked, **(own or {})}
+    unknown = merged.keys() - set(Options._fields)
+    if unknown:
+        raise ConfigError(f"unknown option {min(unknown)!r} of a call; accepted: {ACCEPTED}")
+    key = merged.get("key")
+    if key is not None and not isinstance(key, str):
+        raise ConfigError(f"key={key!r} of a call: expected text")
+    return Options(_timeout(merged.get("timeout")), key, _attempts(merged.get("attempts")))
+
+
+def _timeout(value: Any) -> float | None:
+    if value is None:
+        return None
+    try:
+        seconds = parse_duration(str(value))
+    except ValueError:
+        seconds = 0.0
+    if seconds <= 0:
+        raise ConfigError(f"timeout={value!r} of a call: expected seconds above 0, such as 2.0 or 250ms")
+    return seconds
+
+
+def _attempts(value: Any) -> int | None:
+    if value is None:
+        return None
+    text = str(value).strip()
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"attempts={value!r} of a call: expected a whole number of at least 1")
+    return int(text)
+
+
+def content_of(request: Any, library: Any) -> bytes | None:
+    """The whole body if it is in memory already; None for streams, which are not read for this."""
+    if not isinstance(request.stream, library.client.ByteStream):
+        return None
+    try:
+        content: bytes = request.content
+    except library.client.RequestNotRead:
+        return b"".join(request.stream)
+    return content
+
+
+def rewinder(stream: Any, library: Any) -> Callable[[], None] | None:
+    """What makes a streamed body ready to be sent again; None if nothing can.
+
+    Both libraries wrap a file, an iterator or an iterable into a stream of theirs and keep it as `_stream`; their
+    multipart streams rewind files by themselves, if these can seek.
+    """
+    fields = getattr(stream, "fields", None)
+    if isinstance(fields, list):
+        files = [field.file for field in fields if hasattr(field, "file")]
+        return _nothing if all(isinstance(file, (str, bytes)) or _seekable(file) for file in files) else None
+    if not type(stream).__module__.startswith(f"{library.client.__name__}."):
+        return None  # a stream of the caller's own making: nothing is known of it
+    source = getattr(stream, "_stream", None)
+    if hasattr(source, "read"):
+        return _file_rewinder(source) if _seekable(source) else None
+    one_shot = source is None or hasattr(source, "__next__") or hasattr(source, "__anext__")
+    return None if one_shot or hasattr(source, "aread") else _nothing
+
+
+def _file_rewinder(file: Any) -> Callable[[], None]:
+    start = file.tell()
+    return lambda: file.seek(start)
+
+
+def _seekable(file: Any) -> bool:
+    try:
+        return bool(file.seekable())
+    except (AttributeError, ValueError):
+        return False
+
+
+def _nothing() -> None:
+    pass

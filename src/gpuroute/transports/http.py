@@ -1,0 +1,372 @@
+"""The HTTP drivers: next attempt -> send -> classify -> finish -> sleep or return. One for threads, one for tasks.
+
+They differ in `await` only (a test strips it and compares), and serve both client libraries through `Library`. What
+neither waits nor sends is in the modules beside this one: `routes` (which pool), `bodies` (what the caller asked),
+`pools` and `wires` (connections), `trips` (one attempt: its classification, record and end), `streams` (the body).
+
+A response is handed out once its first bytes are here. An endpoint that dies while it prefills has often sent its head
+already (Starlette does so at once), and until then the call can still go elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from gpuroute.errors import ConfigError, DeadlineExceeded, NoEndpointAvailable
+from gpuroute.transports.routes import ANY_POOL, LARGE_BODY, Route, Routes
+from gpuroute.transports.trips import Head, Trip
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+    from gpuroute.transports.pools import Connection, Pools
+
+MAX_ERROR_BODY = 64 * 1024
+"""Bytes of an error response that are read before it is classified, so that its connection can serve again."""
+
+OWN_ARGUMENTS = ("pool", "passthrough", "verify", "cert", "limits", "local_address", "socket_options")
+
+
+def split_arguments(arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arguments of a client: those for our transport, and those for its own base class. Raises ConfigError."""
+    theirs = dict(arguments)
+    if theirs.get("proxy") is not None or theirs.get("transport") is not None:
+        raise ConfigError("a routed client takes no proxy= and no transport=: connections go to the endpoints")
+    mine = {name: theirs.pop(name) for name in OWN_ARGUMENTS if name in theirs}
+    if theirs.get("cookies") in (True, False):
+        mine["cookies"] = theirs.pop("cookies")
+    if theirs.get("trust_env") is not None:
+        mine["trust_env"] = theirs["trust_env"]
+    return mine, theirs
+
+
+class Primitives(Routes):
+    """What the driver for threads waits with."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._all = self._make_pools(None)
+
+    def _pools(self) -> Pools:
+        return self._all
+
+    def _plain(self) -> Any:
+        return self._outside(self._all, self.library.client.HTTPTransport)
+
+    def _stream(self, trip: Trip, source: Any, chunks: Any, first: bytes | None) -> Any:
+        return self.library.stream(trip, source, chunks, first)
+
+    def _sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def _ready(self, timeout: float | None) -> None:
+        self.router.ready(timeout)
+
+    def _prompt(self, route: Route) -> None:
+        self._read(route)
+
+    def close(self) -> None:
+        """Close the connections. The router is the caller's, and stays open. Idempotent."""
+        self._all.close()
+        if self._all.plain is not None:
+            self._all.plain.close()
+
+    def _after_fork(self) -> None:
+        self._all.forget()
+        self._all = self._make_pools(None)
+
+
+class AsyncPrimitives(Routes):
+    """What the driver for tasks waits with. Every event loop has connections of its own."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._by_loop: dict[asyncio.AbstractEventLoop, tuple[Pools, object]] = {}
+
+    def _pools(self) -> Pools:
+        loop = asyncio.get_running_loop()
+        found = self._by_loop.get(loop)
+        return found[0] if found is not None else self._new_loop(loop)
+
+    def _new_loop(self, loop: asyncio.AbstractEventLoop) -> Pools:
+        for ended in [known for known in self._by_loop if known.is_closed()]:
+            del self._by_loop[ended]
+        pools = self._make_pools(loop)
+        guard = _until_loop_ends(pools)
+        # Its first step makes the loop know the generator, which the loop then closes when it ends.
+        with suppress(StopIteration):
+            guard.__anext__().send(None)
+        self._by_loop[loop] = (pools, guard)
+        return pools
+
+    def _plain(self) -> Any:
+        return self._outside(self._pools(), self.library.client.AsyncHTTPTransport)
+
+    def _stream(self, trip: Trip, source: Any, chunks: Any, first: bytes | None) -> Any:
+        return self.library.async_stream(trip, source, chunks, first)
+
+    async def _sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+    async def _ready(self, timeout: float | None) -> None:
+        await self.router.aready(timeout)
+
+    async def _prompt(self, route: Route) -> None:
+        if route.out.content is not None and len(route.out.content) > LARGE_BODY:
+            await asyncio.to_thread(self._read, route)
+        else:
+            self._read(route)
+
+    async def aclose(self) -> None:
+        """Close the connections of all loops. The router is the caller's, and stays open. Idempotent."""
+        here = asyncio.get_running_loop()
+        for loop, (pools, _) in list(self._by_loop.items()):
+            if loop is here:
+                pools.close()
+                if pools.plain is not None:
+                    await pools.plain.aclose()
+            else:
+                with suppress(RuntimeError):  # that loop has ended, and closed them
+                    loop.call_soon_threadsafe(pools.close)
+
+    def __del__(self) -> None:
+        for loop, (pools, _) in list(getattr(self, "_by_loop", {}).items()):
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(pools.close)
+
+    def _after_fork(self) -> None:
+        self._by_loop = {}
+
+
+async def _until_loop_ends(pools: Pools) -> AsyncGenerator[None, None]:
+    try:
+        yield
+    finally:
+        pools.close()
+
+
+class Driver(Primitives):
+    """For threads. Safe from any thread."""
+
+    def handle_request(self, request: Any) -> Any:
+        """Send a request of the client library to the best endpoint, and again elsewhere when that is right."""
+        route = self._begin(request)
+        if route is None:
+            return self._plain().handle_request(self._leaving(request))
+        if not self.router.is_ready and not self._disabled:
+            self._ready(route.out.options.timeout)
+        if route.name == ANY_POOL and not self._disabled:
+            self._prompt(route)
+        if not self._find_pool(route):
+            return self._plain().handle_request(request)
+        if self._needs_prompt(route):
+            self._prompt(route)
+        self._open(route)
+        return self._drive(route)
+
+    def _drive(self, route: Route) -> Any:
+        call, clock, pools = route.call, self.router.clock, self._pools()
+        last: Any = None
+        try:
+            while True:
+                while (pause := call.delay(clock())) > 0:
+                    self._sleep(pause)
+                trip = self._depart(route, pools)
+                last = self._try(trip)
+                if not trip.again:
+                    break
+        except (NoEndpointAvailable, DeadlineExceeded) as error:
+            last = self._stuck(route, error, last)
+        except BaseException:
+            self._abort(route)
+            raise
+        return self._handed(last)
+
+    def _try(self, trip: Trip) -> Any:
+        """Send once. The response, or the exception that the caller shall see; `trip.again` if neither is final."""
+        try:
+            reply = self._send(trip)
+            head = Head(reply.status, reply.headers, cookies=self._settled.cookies)
+            if head.status >= 400:
+                return self._refused(trip, head, reply)
+            return self._accepted(trip, head, reply)
+        except Exception as error:
+            trip.drop()
+            trip.again = trip.failed(error)
+            return trip.error(error)
+        except BaseException:
+            trip.cancelled()
+            raise
+
+    def _send(self, trip: Trip) -> Any:
+        while True:
+            connection = self._connection(trip)
+            try:
+                return connection.http.handle_request(trip.request())
+            except Exception as error:
+                if not trip.may_resend(error):
+                    raise
+            trip.drop()
+
+    def _connection(self, trip: Trip) -> Connection:
+        link, pools = trip.link, trip.pools
+        link.gate.enter(trip, trip.clipped("pool"))
+        connection = None if trip.resent else pools.take(link)
+        if connection is None:
+            began = time.monotonic()
+            wire = pools.wire.connect(self.library.core, link.address, trip.connect_timeout())
+            trip.connect_s = time.monotonic() - began
+            connection = pools.add(link, wire)
+        trip.use(connection)
+        return connection
+
+    def _accepted(self, trip: Trip, head: Head, reply: Any) -> Any:
+        source = reply.stream
+        chunks = iter(source)
+        if head.status == 101:  # the connection is the caller's from here on
+            return trip.respond(head, reply.extensions, self._stream(trip, source, chunks, None))
+        first = next(chunks, None)
+        whole = first is None or len(first) == head.length
+        if whole:
+            if first is not None:
+                next(chunks, None)  # the end of the body, which is here already
+            source.close()
+            trip.release()
+        problem = trip.look_inside(head, first, whole=whole)
+        if problem is not None and trip.again:
+            trip.drop()
+            return problem
+        stream = self._whole(first) if whole else self._stream(trip, source, chunks, first)
+        return trip.respond(head, reply.extensions, stream)
+
+    def _refused(self, trip: Trip, head: Head, reply: Any) -> Any:
+        source = reply.stream
+        chunks = iter(source)
+        body = b""
+        chunk = b""
+        while chunk is not None and len(body) < MAX_ERROR_BODY:
+            body += chunk
+            chunk = next(chunks, None)
+        if chunk is None:
+            source.close()
+            trip.release()
+        trip.again = trip.answered(head)
+        if chunk is not None and not trip.again:
+            return trip.respond(head, reply.extensions, self._stream(trip, source, chunks, body + chunk))
+        trip.drop()
+        return trip.respond(head, reply.extensions, self._whole(body))
+
+
+class AsyncDriver(AsyncPrimitives):
+    """For tasks. Safe from any event loop."""
+
+    async def handle_async_request(self, request: Any) -> Any:
+        """Send a request of the client library to the best endpoint, and again elsewhere when that is right."""
+        route = self._begin(request)
+        if route is None:
+            return await self._plain().handle_async_request(self._leaving(request))
+        if not self.router.is_ready and not self._disabled:
+            await self._ready(route.out.options.timeout)
+        if route.name == ANY_POOL and not self._disabled:
+            await self._prompt(route)
+        if not self._find_pool(route):
+            return await self._plain().handle_async_request(request)
+        if self._needs_prompt(route):
+            await self._prompt(route)
+        self._open(route)
+        return await self._drive(route)
+
+    async def _drive(self, route: Route) -> Any:
+        call, clock, pools = route.call, self.router.clock, self._pools()
+        last: Any = None
+        try:
+            while True:
+                while (pause := call.delay(clock())) > 0:
+                    await self._sleep(pause)
+                trip = self._depart(route, pools)
+                last = await self._try(trip)
+                if not trip.again:
+                    break
+        except (NoEndpointAvailable, DeadlineExceeded) as error:
+            last = self._stuck(route, error, last)
+        except BaseException:
+            self._abort(route)
+            raise
+        return self._handed(last)
+
+    async def _try(self, trip: Trip) -> Any:
+        """Send once. The response, or the exception that the caller shall see; `trip.again` if neither is final."""
+        try:
+            reply = await self._send(trip)
+            head = Head(reply.status, reply.headers, cookies=self._settled.cookies)
+            if head.status >= 400:
+                return await self._refused(trip, head, reply)
+            return await self._accepted(trip, head, reply)
+        except Exception as error:
+            trip.drop()
+            trip.again = trip.failed(error)
+            return trip.error(error)
+        except BaseException:
+            trip.cancelled()
+            raise
+
+    async def _send(self, trip: Trip) -> Any:
+        while True:
+            connection = await self._connection(trip)
+            try:
+                return await connection.http.handle_async_request(trip.request())
+            except Exception as error:
+                if not trip.may_resend(error):
+                    raise
+            trip.drop()
+
+    async def _connection(self, trip: Trip) -> Connection:
+        link, pools = trip.link, trip.pools
+        await link.gate.enter(trip, trip.clipped("pool"))
+        connection = None if trip.resent else pools.take(link)
+        if connection is None:
+            began = time.monotonic()
+            wire = await pools.wire.connect(self.library.core, link.address, trip.connect_timeout())
+            trip.connect_s = time.monotonic() - began
+            connection = pools.add(link, wire)
+        trip.use(connection)
+        return connection
+
+    async def _accepted(self, trip: Trip, head: Head, reply: Any) -> Any:
+        source = reply.stream
+        chunks = aiter(source)
+        if head.status == 101:  # the connection is the caller's from here on
+            return trip.respond(head, reply.extensions, self._stream(trip, source, chunks, None))
+        first = await anext(chunks, None)
+        whole = first is None or len(first) == head.length
+        if whole:
+            if first is not None:
+                await anext(chunks, None)  # the end of the body, which is here already
+            await source.aclose()
+            trip.release()
+        problem = trip.look_inside(head, first, whole=whole)
+        if problem is not None and trip.again:
+            trip.drop()
+            return problem
+        stream = self._whole(first) if whole else self._stream(trip, source, chunks, first)
+        return trip.respond(head, reply.extensions, stream)
+
+    async def _refused(self, trip: Trip, head: Head, reply: Any) -> Any:
+        source = reply.stream
+        chunks = aiter(source)
+        body = b""
+        chunk = b""
+        while chunk is not None and len(body) < MAX_ERROR_BODY:
+            body += chunk
+            chunk = await anext(chunks, None)
+        if chunk is None:
+            await source.aclose()
+            trip.release()
+        trip.again = trip.answered(head)
+        if chunk is not None and not trip.again:
+            return trip.respond(head, reply.extensions, self._stream(trip, source, chunks, body + chunk))
+        trip.drop()
+        return trip.respond(head, reply.extensions, self._whole(body))

@@ -1,0 +1,275 @@
+"""From a request of the client library to a call of the router: which pool, which key, and may it leave at all.
+
+The URL's host names the pool; `gpuroute` stands for the pool that serves the body's `model`. What both drivers need and
+neither waits for is here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+from urllib.parse import unquote
+
+from gpuroute.core.call import Call
+from gpuroute.core.endpoint import Endpoint
+from gpuroute.core.fleet import PoolSpec
+from gpuroute.core.pool import Pool, PoolRules
+from gpuroute.core.prefix import ladder
+from gpuroute.core.retry import RetryRules
+from gpuroute.engines.prompts import read_prompt
+from gpuroute.errors import DeadlineExceeded, NoEndpointAvailable, UnknownPool
+from gpuroute.observe import observer
+from gpuroute.transports.bodies import Outgoing
+from gpuroute.transports.pools import Limits, Pools, Trust
+from gpuroute.transports.trips import LEAVE, STAY, Settled, Trip
+
+if TYPE_CHECKING:
+    from asyncio import AbstractEventLoop
+    from collections.abc import Iterable
+
+    from gpuroute.core.attempt import Attempt
+    from gpuroute.core.prefix import Prompt
+    from gpuroute.observe import Observer
+    from gpuroute.router import Router
+    from gpuroute.transports.library import Library
+    from gpuroute.transports.wires import SocketOption
+
+ANY_POOL = "gpuroute"
+LARGE_BODY = 128 * 1024
+"""Bodies above this are read for their prompt off the event loop: json takes 2.5 ms for a MiB."""
+
+_CREDENTIALS = frozenset((b"authorization", b"cookie", b"proxy-authorization", b"x-api-key", b"api-key"))
+
+
+class Route:
+    """One call of the caller: what it asked, where it goes, and how far it is told to the observer."""
+
+    __slots__ = ("call", "ended", "name", "observer", "out", "pin", "pool", "prompt", "url")
+
+    call: Call
+    pool: Pool
+
+    def __init__(self, out: Outgoing, name: str, pin: str) -> None:
+        self.out = out
+        self.name = name
+        self.pin = pin
+        self.prompt: Prompt | None = None
+        self.url: str | None = None
+        self.observer: Observer = observer()
+        self.ended = False
+
+    def conclude(self, now: float) -> None:
+        """Tell the observer that the call ended. Idempotent."""
+        if not self.ended:
+            self.ended = True
+            self.observer.call_ended(self.call, now)
+
+
+class Routes:
+    """What a transport of either kind is made of. Arguments: see `gpuroute.httpx2.Transport`."""
+
+    library: ClassVar[Library]
+
+    def __init__(
+        self,
+        router: Router,
+        *,
+        pool: str | None = None,
+        passthrough: bool | None = None,
+        cookies: bool | None = None,
+        verify: Any = True,
+        cert: Any = None,
+        trust_env: bool = True,
+        limits: Any = None,
+        local_address: str | None = None,
+        socket_options: Iterable[SocketOption] | None = None,
+        plain: Any = None,
+    ) -> None:
+        settings = router.settings
+        self.router = router
+        self.pool_name = pool
+        self._passthrough = settings.passthrough if passthrough is None else passthrough
+        self._settled = Settled(
+            self.library,
+            router.clock,
+            settings.connect_timeout,
+            cookies=settings.cookies if cookies is None else cookies,
+        )
+        self._trust = Trust(self.library, verify=verify, cert=cert, trust_env=trust_env)
+        self._limits = _limits(limits)
+        self._local_address = local_address
+        self._socket_options = tuple(socket_options or ())
+        self._given_plain = plain
+        self._salt = settings.salt.reveal() if settings.salt else None
+        self._disabled = settings.disabled
+        self._fallbacks: dict[str, Pool] = {}
+        router.on_fork(self._after_fork)
+
+    # ------------------------------------------------------------------------------------------ where to
+
+    def _begin(self, request: Any) -> Route | None:
+        """What the caller asked; None if the request leaves the router (a redirect to a foreign host)."""
+        url = request.url
+        mark = url.fragment
+        if mark == LEAVE:
+            return None
+        pin = unquote(mark[len(STAY) :]) if mark.startswith(STAY) else ""
+        return Route(Outgoing(request, self.library), self.pool_name or url.host, pin)
+
+    def _find_pool(self, route: Route) -> bool:
+        """Find the pool, once a view of the fleet is here. False: the host is no pool, and may be called directly.
+
+        Raises UnknownPool.
+        """
+        if self._disabled:
+            return True
+        if route.name == ANY_POOL:
+            route.name = self.router.resolve(self._model(route))
+        try:
+            route.pool = self.router.pool(route.name)
+        except UnknownPool:
+            if self._passthrough:
+                return False
+            raise
+        return True
+
+    def _model(self, route: Route) -> str:
+        model = route.prompt.model if route.prompt is not None else ""
+        if not model:
+            known = ", ".join(self.router.snapshot().pools) or "none"
+            raise UnknownPool(f"host {ANY_POOL!r}: the body names no model to find a pool by; known pools: {known}")
+        return model
+
+    def _needs_prompt(self, route: Route) -> bool:
+        """True if the body decides where the call goes."""
+        if route.prompt is not None or route.out.content is None or route.out.options.key:
+            return False
+        picker = route.pool.snapshot.picker
+        return picker.wants_ladder or picker.ring is not None
+
+    def _read(self, route: Route) -> None:
+        route.prompt = read_prompt(route.out.path.decode("ascii", "replace"), route.out.content)
+
+    def _open(self, route: Route) -> None:
+        """Begin the call."""
+        options, prompt = route.out.options, route.prompt
+        key = options.key or (prompt.key if prompt is not None else None)
+        url = self.router.fallback(route.name, key)
+        if url is not None:
+            route.call = self._unrouted(url, route)
+            return
+        steps: tuple[int, ...] = ()
+        if prompt is not None and not key and route.pool.wants_ladder:
+            steps = ladder(prompt, route.pool.spec.config.salt if self._salt is None else self._salt)
+        route.call = self.router.call(
+            route.name,
+            key=key,
+            ladder=steps,
+            tokens=prompt.tokens if prompt is not None else 0,
+            timeout=options.timeout,
+            attempts=1 if route.pin else options.attempts,
+            replayable=route.out.body.replayable,
+        )
+
+    def _unrouted(self, url: str, route: Route) -> Call:
+        """A call to the fallback URL: one attempt, no policy, the same driver."""
+        pool = self._fallbacks.get(url)
+        if pool is None:
+            spec = PoolSpec("fallback", (Endpoint("fallback", url),))
+            rules = PoolRules(policy="random", retry=RetryRules(attempts=1))
+            pool = self._fallbacks[url] = Pool(spec, rules, random=self.router.random)
+        timeout = route.out.options.timeout or self.router.settings.timeout
+        return Call(pool, self.router.clock(), timeout=timeout, replayable=False)
+
+    def _depart(self, route: Route, pools: Pools) -> Trip:
+        """Start the next attempt. Raises NoEndpointAvailable, DeadlineExceeded."""
+        call, now = route.call, self.router.clock()
+        attempt = self._pinned(route, now) if route.pin else call.next_attempt(now)
+        link = pools.link(attempt.state, call.pool, self.router.version)
+        return Trip(self._settled, route, attempt, link, pools)
+
+    def _pinned(self, route: Route, now: float) -> Attempt:
+        call = route.call
+        state = call.pool.snapshot.by_id.get(route.pin)
+        attempt = state.acquire(now, 1, call.ask.tokens) if state is not None else None
+        if state is None or attempt is None:
+            raise NoEndpointAvailable(
+                f"pool {call.pool.name!r}: endpoint {route.pin!r} redirected to itself and takes no call now"
+            )
+        call.history.append(attempt)
+        call.tried.add(state)
+        return attempt
+
+    # ------------------------------------------------------------------------------------------ outside
+
+    def _leaving(self, request: Any) -> Any:
+        """A copy of a redirected request that carries no credential to the foreign host."""
+        client = self.library.client
+        kept = [
+            (k, v)
+            for k, v in request.headers.raw
+            if k.lower() not in _CREDENTIALS and not k.lower().startswith(b"x-gpuroute-")
+        ]
+        return client.Request(
+            request.method,
+            request.url.copy_with(fragment=None),
+            headers=kept,
+            stream=request.stream,
+            extensions=request.extensions,
+        )
+
+    def _outside(self, pools: Pools, make: Any) -> Any:
+        """The transport for hosts that are no pools."""
+        if self._given_plain is not None:
+            return self._given_plain
+        if pools.plain is None:
+            pools.plain = make(verify=self._trust.shared())
+        return pools.plain
+
+    def _make_pools(self, loop: AbstractEventLoop | None) -> Pools:
+        return Pools(
+            self.library,
+            self._trust,
+            self._limits,
+            loop=loop,
+            local_address=self._local_address,
+            socket_options=self._socket_options,
+        )
+
+    # ------------------------------------------------------------------------------------------ the end
+
+    def _whole(self, content: bytes | None) -> Any:
+        return self.library.client.ByteStream(content or b"")
+
+    def _abort(self, route: Route) -> None:
+        now = self.router.clock()
+        route.call.close(now)
+        route.conclude(now)
+
+    def _stuck(self, route: Route, error: NoEndpointAvailable | DeadlineExceeded, last: Any) -> Any:
+        """What ends a call that cannot make its next attempt: the last failure if there is one, else the reason."""
+        route.conclude(self.router.clock())
+        own = self.library.translated(error)
+        if last is None or isinstance(error, DeadlineExceeded):
+            own.__cause__ = last if isinstance(last, Exception) else error
+            return own
+        if isinstance(last, Exception):
+            last.add_note(f"gpuroute: no further attempt: {error}")
+        return last
+
+    def _handed(self, last: Any) -> Any:
+        if isinstance(last, Exception):
+            raise last
+        return last
+
+    def _after_fork(self) -> None:
+        """Connections of the parent are not the child's."""
+        raise NotImplementedError
+
+
+def _limits(limits: Any) -> Limits:
+    """The bounds that the client library's own `Limits` ask for, per endpoint instead of over all."""
+    if limits is None:
+        return Limits()
+    most = limits.max_connections or 2**31
+    idle = most if limits.max_keepalive_connections is None else limits.max_keepalive_connections
+    return Limits(most, idle, max(idle, Limits().idle_total), limits.keepalive_expiry)

@@ -1,0 +1,342 @@
+"""One attempt on its way: the link between the core's `Attempt`, a connection, and the response that is handed out.
+
+Here is everything of the HTTP drivers that neither waits nor differs between threads and event loops: how a status or an
+error is classified, what a response head says, the decision record, and the one place where an attempt ends.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+from gpuroute.core.outcome import Outcome, http_outcome
+from gpuroute.core.retry_after import parse_retry_after, parse_retry_after_ms
+from gpuroute.transports.bodies import NAME, Sending
+from gpuroute.transports.library import noted
+from gpuroute.transports.sse import StreamFailed, Watch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from gpuroute.core.attempt import Attempt
+    from gpuroute.core.call import Call
+    from gpuroute.transports.bodies import Header
+    from gpuroute.transports.library import Library
+    from gpuroute.transports.pools import Connection, Link, Pools
+    from gpuroute.transports.routes import Route
+
+STAY = "gpuroute-endpoint="
+LEAVE = "gpuroute-leave"
+SHOULD_RETRY = b"x-should-retry"
+
+
+class Head:
+    """What of a response's head decides what happens next, read in one pass."""
+
+    __slots__ = ("content_type", "headers", "length", "location", "retry_after", "retry_after_ms", "status")
+
+    def __init__(self, status: int, headers: list[Header], *, cookies: bool) -> None:
+        self.status = status
+        self.length = -1
+        self.content_type = b""
+        self.location: bytes | None = None
+        self.retry_after: str | None = None
+        self.retry_after_ms: str | None = None
+        kept: list[Header] = []
+        for header in headers:
+            name = header[0].lower()
+            if name in _READ:
+                self._read(name, header[1])
+            if name != b"set-cookie" or cookies:
+                kept.append(header)
+        self.headers = kept
+
+    def _read(self, name: bytes, value: bytes) -> None:
+        if name == b"content-length":
+            self.length = int(value)  # h11 has checked it
+        elif name == b"content-type":
+            self.content_type = value
+        elif name == b"location":
+            self.location = value
+        elif name == b"retry-after":
+            self.retry_after = value.decode("latin-1")
+        else:
+            self.retry_after_ms = value.decode("latin-1")
+
+    def pause(self) -> float | None:
+        """Seconds that the server asked for, or None."""
+        found = parse_retry_after_ms(self.retry_after_ms)
+        return parse_retry_after(self.retry_after, time.time()) if found is None else found
+
+
+_READ = frozenset((b"content-length", b"content-type", b"location", b"retry-after", b"retry-after-ms"))
+
+
+class Settled:
+    """The settings of one transport that its calls read."""
+
+    __slots__ = ("clock", "connect_timeout", "cookies", "library")
+
+    def __init__(self, library: Library, clock: Callable[[], float], connect_timeout: float, *, cookies: bool) -> None:
+        self.library = library
+        self.clock = clock
+        self.connect_timeout = connect_timeout
+        self.cookies = cookies
+
+
+class Trip:
+    """One attempt: owns its connection until the response's end, and ends exactly once. One task or thread at a time."""
+
+    __slots__ = (
+        "_extra", "_token", "again", "attempt", "call", "connect_s", "connection", "link", "out", "pools", "resent",
+        "route", "settled", "watch",
+    )  # fmt: skip
+
+    def __init__(self, settled: Settled, route: Route, attempt: Attempt, link: Link, pools: Pools) -> None:
+        self.settled = settled
+        self.route = route
+        self.out = route.out
+        self.call = route.call
+        self.attempt = attempt
+        self.link = link
+        self.pools = pools
+        self.again = False
+        self.connection: Connection | None = None
+        self.watch: Watch | None = None
+        self.connect_s: float | None = None
+        self.resent = False
+        self._extra: dict[str, str] = {}
+        self._token = route.observer.attempt_started(route.call, attempt, self._extra)
+
+    # ------------------------------------------------------------------------------------------ sending
+
+    def request(self) -> Any:
+        """The request as it goes to this endpoint, for httpcore."""
+        core, link, out = self.settled.library.core, self.link, self.out
+        headers = out.headers
+        replaced = link.overridden
+        if self._extra:
+            replaced = replaced.union(name.lower().encode() for name in self._extra)
+        if replaced:
+            headers = [header for header in headers if header[0].lower() not in replaced]
+        extra = [(name.encode(), value.encode()) for name, value in self._extra.items()]
+        origin = link.origin
+        target = out.path if self.route.pin else link.target(out.path)
+        return core.Request(
+            out.method,
+            core.URL(scheme=origin.scheme, host=origin.host, port=origin.port, target=target),
+            headers=[*link.headers, *headers, *extra],
+            content=Sending(out.body, self.attempt, self.settled.clock),
+            extensions=out.extensions,
+        )
+
+    def connect_timeout(self) -> float | None:
+        """Seconds for one connect: short while another endpoint could be tried instead, never beyond the deadline."""
+        call = self.call
+        limit: float | None = self.out.timeouts.get("connect")
+        if len(call.history) < call.attempts and len(call.pool.snapshot.routable) > len(call.history):
+            limit = min(self.settled.connect_timeout, math.inf if limit is None else limit)
+        return self._clipped(limit)
+
+    def clipped(self, name: str) -> float | None:
+        """A timeout of the caller's, or what is left until the deadline if that is less."""
+        return self._clipped(self.out.timeouts.get(name))
+
+    def _clipped(self, limit: float | None) -> float | None:
+        if self.call.deadline == math.inf:
+            return limit
+        left = max(0.0, self.call.time_left(self.settled.clock()))
+        return left if limit is None else min(left, limit)
+
+    def use(self, connection: Connection) -> None:
+        """Send by this connection, until the deadline at the latest."""
+        self.connection = connection
+        if self.call.deadline != math.inf:
+            connection.wire.until = time.monotonic() + self.call.time_left(self.settled.clock())
+
+    def may_resend(self, error: Exception) -> bool:
+        """True if a kept-alive connection died without a word: the server had closed it while the request was on its way.
+
+        Once per attempt, on a new connection to the same endpoint. The attempt stays SENT, so a request that kills its
+        server meets the same bound as any other.
+        """
+        connection, body = self.connection, self.out.body
+        if connection is None or self.resent or not connection.reused or connection.wire.heard:
+            return False
+        library = self.settled.library
+        lost = library.is_core(error) and not library.is_timeout(error)
+        self.resent = lost and (body.replayable or not body.started)
+        return self.resent
+
+    # ------------------------------------------------------------------------------------------ ending
+
+    def end(
+        self, outcome: Outcome, reason: str = "", *, retry_after: float | None = None, answered: bool = False
+    ) -> bool:
+        """End the attempt; True if another one is due. Idempotent. Leaves the connection alone."""
+        attempt, now = self.attempt, self.settled.clock()
+        if attempt.outcome is not None:
+            return False
+        again = self.call.finish(attempt, outcome, now, retry_after=retry_after, reason=reason, answered=answered)
+        self.route.observer.attempt_ended(self._token, self.call, attempt)
+        if not again:
+            self.route.conclude(now)
+        return again
+
+    def failed(self, error: Exception) -> bool:
+        """End the attempt by an exception; True if another one is due."""
+        library = self.settled.library
+        name = type(error).__name__
+        if not library.is_core(error) or isinstance(error, library.core.PoolTimeout):
+            return self.end(Outcome.CANCELLED, name)  # the caller's body, or this process's own limit
+        if isinstance(error, library.core.LocalProtocolError):
+            return self.end(Outcome.REJECTED, name)
+        return self.end(Outcome.TIMED_OUT if library.is_timeout(error) else Outcome.FAILED, name)
+
+    def answered(self, head: Head) -> bool:
+        """End the attempt by an error status; True if another one is due."""
+        pause = head.pause()
+        outcome = http_outcome(head.status, retry_after=pause is not None)
+        return self.end(outcome, str(head.status), retry_after=pause, answered=True)
+
+    def failed_inside(self, error: StreamFailed) -> bool:
+        """End the attempt by an error event in its stream; True if another one is due."""
+        refused = 400 <= error.code < 500
+        outcome = http_outcome(error.code) if refused else Outcome.FAILED
+        return self.end(outcome, f"error event: {error}"[:200], answered=True)
+
+    def look_inside(self, head: Head, first: bytes | None, *, whole: bool) -> Exception | None:
+        """Judge what is here before it is handed out: the first bytes, or all. The failure found in it, if any.
+
+        With `again` set, the call goes on elsewhere. Otherwise the caller gets the endpoint's own words.
+        """
+        self.watch = Watch(self.out.path, head.content_type)
+        try:
+            if first:
+                self.watch.add(first)
+            if whole and not self.watch.complete:
+                raise StreamFailed("it ended without its end marker", b"", 0)
+        except StreamFailed as failure:
+            self.again = self.failed_inside(failure)
+            return self.interruption(failure)
+        self.attempt.first_token(self.settled.clock())
+        if whole:
+            self.end(Outcome.SUCCESS)
+        return None
+
+    def release(self) -> None:
+        """The response was read to its end: the connection may serve again."""
+        connection, self.connection = self.connection, None
+        if connection is not None:
+            self.pools.give_back(connection)
+        self.link.gate.leave(self)
+
+    def drop(self) -> None:
+        """Hang up. Idempotent."""
+        connection, self.connection = self.connection, None
+        if connection is not None:
+            connection.wire.close()
+        self.link.gate.leave(self)
+
+    def cancelled(self, reason: str = "closed early") -> None:
+        """The caller lost interest: hang up, and teach nothing."""
+        self.drop()
+        self.end(Outcome.CANCELLED, reason)
+
+    # ------------------------------------------------------------------------------------------ answering
+
+    def error(self, error: Exception) -> Exception:
+        """What the caller sees of an exception that ended the call before any byte was delivered."""
+        library, call = self.settled.library, self.call
+        if library.is_timeout(error) and call.time_left(self.settled.clock()) <= 0:
+            seen: Exception = library.deadline_exceeded(self._late())
+        elif library.is_core(error):
+            seen = library.translated(error, call)
+        else:
+            return error
+        seen.__cause__ = error
+        return seen
+
+    def interruption(self, error: Exception) -> Exception:
+        """What the caller sees of a stream that broke after its first byte."""
+        library, call, watch = self.settled.library, self.call, self.watch
+        late = library.is_timeout(error)
+        if late and call.time_left(self.settled.clock()) <= 0:
+            return library.deadline_exceeded(self._late())
+        if not (isinstance(error, StreamFailed) or library.is_core(error)):
+            return error
+        assert watch is not None
+        endpoint = self.link.endpoint.id
+        why = str(error) or type(error).__name__
+        kind = library.stream_stalled if late else library.stream_interrupted
+        return noted(
+            kind(
+                f"the stream from {endpoint} was cut after {watch.bytes} bytes: {why}",
+                endpoint=endpoint,
+                bytes_received=watch.bytes,
+                events_received=watch.events,
+                partial_text=watch.text(),
+            ),
+            call,
+        )
+
+    def _late(self) -> str:
+        call = self.call
+        return f"deadline exceeded after {self.settled.clock() - call.started:.3f} s ({call.story()})"
+
+    def respond(self, head: Head, extensions: dict[str, Any], stream: Any) -> Any:
+        """The response for the caller, of its own library's class."""
+        headers = head.headers
+        if head.status >= 400:
+            headers = [header for header in headers if header[0].lower() != SHOULD_RETRY]
+            headers.append((SHOULD_RETRY, b"false"))  # the SDKs obey it: their retries would triple ours
+        elif head.location is not None and 300 <= head.status < 400:
+            headers = [self._relocated(header) for header in headers]
+        return self.settled.library.client.Response(
+            status_code=head.status,
+            headers=headers,
+            stream=stream,
+            extensions={**extensions, NAME: self.record()},
+        )
+
+    def _relocated(self, header: Header) -> Header:
+        """A redirect that its follower will take to the right place: a fragment, which never leaves the client, says
+        whether the new URL is this endpoint's own or leaves the router."""
+        if header[0].lower() != b"location":
+            return header
+        client, link = self.settled.library.client, self.link
+        try:
+            here = client.URL(scheme=link.origin.scheme.decode(), host=link.origin.host.decode(), port=link.origin.port)
+            url = here.join(header[1].decode("utf-8", "replace"))
+        except Exception:  # a malformed Location is the caller's library's to complain about
+            return header
+        if not link.is_self(url):
+            return header[0], str(url.copy_with(fragment=LEAVE)).encode()
+        return header[0], url.raw_path + f"#{STAY}{quote(link.endpoint.id, safe='')}".encode()
+
+    def record(self) -> dict[str, Any]:
+        """The decision record of the call, as far as it went."""
+        call, attempt = self.call, self.attempt
+        return {
+            "pool": call.pool.name,
+            "endpoint": attempt.endpoint.id,
+            "policy": call.pool.rules.policy,
+            "reason": _reason(call),
+            "attempts": [
+                {"endpoint": a.state.id, "outcome": a.outcome.label if a.outcome else "live", "reason": a.reason}
+                for a in call.history
+            ],
+            "timings": {
+                "waited_s": attempt.started - call.started,
+                "connect_s": self.connect_s,
+                "first_byte_s": None if attempt.first is None else attempt.first - call.started,
+            },
+        }
+
+
+def _reason(call: Call) -> str:
+    if len(call.history) > 1:
+        return f"retry: {call.history[-2].state.id} {call.history[-2].reason}"
+    return f"first choice of {call.pool.rules.policy}"
