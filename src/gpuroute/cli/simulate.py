@@ -95,6 +95,8 @@ def run(args: argparse.Namespace) -> int:
 
     names = [name.strip() for name in args.policy.split(",") if name.strip()]
     seeds = range(args.seed, args.seed + args.seeds)
+    if args.plot and not find_spec("matplotlib"):
+        raise ConfigError("--plot needs matplotlib: pip install 'gpuroute[plot]'")
     try:
         scenario = _scenario(args)
         with _progress(quiet=args.quiet) as tell:

@@ -21,17 +21,17 @@ from gpuroute.core.learning import learn_bid
 from gpuroute.core.outcome import Outcome
 from gpuroute.core.pool import Pool, PoolRules
 from gpuroute.core.prefix import BLOCK_TOKENS, DEPTHS
+from gpuroute.core.report import Report
 from gpuroute.core.seconds import Soonest
 from gpuroute.errors import DeadlineExceeded, NoEndpointAvailable
 
 from .agents import Agents
-from .reports import Reports
+from .reports import Piggyback, Reports
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gpuroute.core.attempt import Attempt
-    from gpuroute.core.report import Report
     from gpuroute.core.ring import Ring
     from gpuroute.core.state import EndpointState
 
@@ -72,12 +72,22 @@ def index_of(state: EndpointState) -> int:
 class CoreClient:
     """One process with the real core in it."""
 
-    def __init__(self, sim: Simulation, pool: Pool, *, by_session: bool, reports: Reports, agents: Agents | None) -> None:
+    def __init__(
+        self,
+        sim: Simulation,
+        pool: Pool,
+        *,
+        by_session: bool,
+        reports: Reports,
+        agents: Agents | None,
+        piggyback: Piggyback | None,
+    ) -> None:
         self.pool = pool
         self._sim = sim
         self._by_session = by_session
         self._reports = reports
         self._agents = agents
+        self._piggyback = piggyback
         self._warm: set[int] | None = set() if sim.network.handshake else None
 
     def arrive(self, flight: Flight, now: float) -> None:
@@ -94,12 +104,20 @@ class CoreClient:
         asked = picker.candidates(ask)
         self._sim.at(now + self._reports.delay, self._asked, (flight, asked))
 
-    def first(self, flight: Flight, now: float, load: Load) -> None:  # noqa: ARG002
+    def first(self, flight: Flight, now: float, load: Load) -> None:
         attempt: Attempt = flight.extra  # type: ignore[assignment]
         attempt.first_token(now)
+        self._read(attempt.state, load)
         if self._agents is not None:
             message = (index_of(attempt.state), flight.number, now - attempt.started)
             self._sim.at(now + self._reports.delay, self._agents.tell, message)
+
+    def _read(self, state: EndpointState, load: Load) -> None:
+        """A load report that came with a response (piggyback)."""
+        said = None if self._piggyback is None else self._piggyback.carried(state.id, load)
+        if said is not None:
+            report = Report(said.at, said.running, said.waiting, kv_usage=said.kv, source="piggyback")
+            learn_bid(state, report, self.pool.mean_tokens)
 
     def _asked(self, what: tuple[Flight, Sequence[EndpointState]]) -> None:
         """The asks are there; the answers come back together, or the client stops waiting for the
@@ -128,7 +146,8 @@ class CoreClient:
                 learn_bid(state, bid, pool.mean_tokens)
         self._attempt(flight)
 
-    def done(self, flight: Flight, now: float, load: Load) -> None:  # noqa: ARG002
+    def done(self, flight: Flight, now: float, load: Load) -> None:
+        self._read(flight.extra.state, load)  # type: ignore[attr-defined]
         call: Call = flight.call  # type: ignore[assignment]
         call.finish(flight.extra, Outcome.SUCCESS, now)  # type: ignore[arg-type]
 
@@ -187,6 +206,7 @@ def core_clients(
     spec = spec_of(sim.servers, sim.start_view())
     rules = PoolRules(policy=policy)
     reports = reports or Reports()
+    piggyback = Piggyback(reports, seed) if reports.channel == "piggyback" else None
     agents = Agents(sim, reports) if reports.channel in {"engine", "agent"} else None
     clients: list[CoreClient] = []
     ring: Ring | None = None
@@ -195,5 +215,7 @@ def core_clients(
         pool.snapshot.picker.ring = ring
         pool.update(spec, rules, 0.0)
         ring = pool.snapshot.picker.ring
-        clients.append(CoreClient(sim, pool, by_session=policy == "session", reports=reports, agents=agents))
+        clients.append(
+            CoreClient(sim, pool, by_session=policy == "session", reports=reports, agents=agents, piggyback=piggyback)
+        )
     return clients

@@ -8,8 +8,6 @@ import json
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
-from gpuroute.errors import GpurouteError
-
 from .measure import confidence
 from .run import KEYS, Result
 
@@ -83,8 +81,6 @@ def plot(results: Sequence[Result], path: Path) -> None:
     """Three panels of the first seed of each policy: TTFT distribution, load over time, share per
     endpoint.
     """
-    if not find_spec("matplotlib"):
-        raise GpurouteError("--plot needs matplotlib: pip install 'gpuroute[plot]'")
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(15, 4.5), layout="constrained")

@@ -9,7 +9,11 @@ the engine is asked, which also knows queued prompt tokens and how much of the p
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Final
+from random import Random
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from .fleet import Load
 
 CHANNELS: Final = {"piggyback": "piggyback", "engine": "engine", "asks": "agent", "agent": "agent"}
 
@@ -31,3 +35,28 @@ class Reports:
     def of(self, channel: str) -> Reports:
         """The same with another channel."""
         return replace(self, channel=channel)
+
+
+class Piggyback:
+    """Load that travels with responses: the truth when the bytes left, older or frozen if the scenario
+    says so.
+    """
+
+    __slots__ = ("_random", "_reports", "_seen")
+
+    def __init__(self, reports: Reports, seed: int) -> None:
+        self._reports = reports
+        self._random = Random(f"{seed}/piggyback")
+        self._seen: dict[str, Load] = {}
+
+    def carried(self, server: str, load: Load) -> Load | None:
+        """What the client reads of the server's load, or None if this response does not say."""
+        reports = self._reports
+        if reports.loss and self._random.random() < reports.loss:
+            return None
+        if not reports.stale and load.at < reports.frozen_at:
+            return load
+        seen = self._seen.get(server)
+        if seen is None or (load.at - seen.at >= reports.stale and load.at < reports.frozen_at):
+            self._seen[server] = seen = load
+        return seen

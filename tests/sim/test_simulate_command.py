@@ -1,0 +1,102 @@
+"""`gpuroute simulate`: outputs for people and machines, errors in one line, the step model's errors."""
+
+from __future__ import annotations
+
+import csv
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from gpuroute.cli import main
+from gpuroute.sim import output
+from gpuroute.sim.run import KEYS, Scenario, sweep
+from gpuroute.sim.validate import validate
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+BASE = ["simulate", "--fleet", "3xH100", "--clients", "2", "--copies", "1", "--window", "20", "--warmup", "5", "--quiet"]
+
+
+def test_json_on_stdout_has_exactly_the_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*BASE, "--policy", "p2c,oracle", "--seeds", "2", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row["policy"], row["seed"]) for row in rows] == [("p2c", 1), ("p2c", 2), ("oracle", 1), ("oracle", 2)]
+    assert all(tuple(row) == KEYS for row in rows)
+
+
+def test_files_table_and_processes_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, two, table = tmp_path / "1.json", tmp_path / "2.json", tmp_path / "t.csv"
+    assert main([*BASE, "--policy", "p2c,auto+asks", "--json", str(one), "--csv", str(table)]) == 0
+    assert main([*BASE, "--policy", "p2c,auto+asks", "--json", str(two), "--jobs", "2"]) == 0
+    assert one.read_bytes() == two.read_bytes()
+    with table.open() as lines:
+        assert [row["policy"] for row in csv.DictReader(lines)] == ["p2c", "auto+asks"]
+    shown = capsys.readouterr().out
+    assert "auto+asks" in shown
+    assert "mooncake x 1 on 3xH100" in shown
+
+
+def test_plot(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="plots are an extra")
+    picture = tmp_path / "p.png"
+    assert main([*BASE, "--policy", "p2c", "--plot", str(picture), "--json", str(tmp_path / "r")]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_table_without_rich(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(output, "find_spec", lambda _: None)
+    results = sweep(Scenario(fleet="2xH100", clients=1, window=10, warmup=0), ["p2c"], [1, 2])
+    output.print_table(results, "title")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "title"
+    assert lines[2].startswith("p2c")
+    assert "±" in lines[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--policy", "fastest"], "unknown policy 'fastest'"),
+        (["--policy", "p2c+rumours"], "unknown policy"),
+        (["--fleet", "nothing"], "fleet 'nothing'"),
+        (["--trace", "/no/such/file"], "neither one of"),
+        (["--event", "3:melt:1"], "event '3:melt:1'"),
+        (["--clients", "0"], "--clients"),
+    ],
+)
+def test_wrong_use_is_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*BASE, *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_ctrl_c_keeps_what_is_done() -> None:
+    def stop(result: object) -> None:
+        raise KeyboardInterrupt
+
+    scenario = Scenario(fleet="2xH100", clients=1, window=10, warmup=0)
+    assert len(sweep(scenario, ["p2c", "random"], [1, 2], on_result=stop)) == 1
+
+
+def test_progress_is_told_up_to_the_end() -> None:
+    shares: list[float] = []
+    sweep(Scenario(fleet="2xH100", clients=1, window=30, warmup=0), ["p2c", "random"], [1], on_progress=shares.append)
+    assert shares == sorted(shares)
+    assert shares[-1] > 0.95
+
+
+def test_the_step_model_matches_recorded_runs() -> None:
+    rows = validate()
+    tuned = [row for row in rows if row.run.startswith("RTXPRO6000")]
+    untuned = [row for row in rows if row.run.startswith("RTX4090")]
+    assert len(tuned) == len(untuned) == 12
+    assert max(abs(row.error) for row in tuned) < 0.03
+    assert max(abs(row.error) for row in untuned) < 0.12
+
+
+def test_validate_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--validate"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 25
