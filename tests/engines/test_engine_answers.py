@@ -62,7 +62,7 @@ TABLE = [
 @pytest.mark.parametrize(("engine", "status", "body", "meaning"), TABLE)
 def test_b3_busy_is_told_from_broken(engine: str, status: int, body: str, meaning: Meaning) -> None:
     outcomes = {OVERLOADED: Outcome.OVERLOADED, REJECTED: Outcome.REJECTED, MISSING: Outcome.REJECTED}
-    found = judge(engine, status, {}, body.encode())
+    found = judge(engine, status, body.encode())
     assert found.meaning is meaning
     assert found.outcome is classify(engine, status, {}, body.encode()) is outcomes.get(meaning, Outcome.FAILED)
     assert found.reason == meaning
@@ -70,12 +70,12 @@ def test_b3_busy_is_told_from_broken(engine: str, status: int, body: str, meanin
 
 def test_b3_what_real_engines_answered() -> None:
     busy = json.loads(page("vllm_outputs2.txt").decode().partition("\n{\n")[2].partition("\n}\n")[0].join("{}"))["503"]
-    assert judge("vllm", 503, busy[0], busy[1].encode()).meaning is OVERLOADED
+    assert judge("vllm", 503, busy[1].encode()).meaning is OVERLOADED
     for engine in ("llamacpp", "openai"):
-        status, headers, body = answer("llamacpp_busy.txt", "/v1/chat/completions (loading)")
-        assert judge(engine, status, headers, body).meaning is LOADING
-        status, headers, body = answer("llamacpp_busy.txt", "GET /slots?fail_on_no_slot")
-        assert judge(engine, status, headers, body).meaning is OVERLOADED
+        status, _, body = answer("llamacpp_busy.txt", "/v1/chat/completions (loading)")
+        assert judge(engine, status, body).meaning is LOADING
+        status, _, body = answer("llamacpp_busy.txt", "GET /slots?fail_on_no_slot")
+        assert judge(engine, status, body).meaning is OVERLOADED
     for capture, title, meaning in (
         ("vllm_outputs.txt", "wrong model", MISSING),
         ("vllm_outputs.txt", "too long", REJECTED),
@@ -83,24 +83,26 @@ def test_b3_what_real_engines_answered() -> None:
         ("llamacpp_outputs.txt", "POST bad json", REJECTED),
         ("vllm_outputs.txt", "GET /health", None),
     ):
-        status, headers, body = answer(capture, title)
-        found = judge(capture.partition("_")[0], status, headers, body)
+        status, _, body = answer(capture, title)
+        found = judge(capture.partition("_")[0], status, body)
         assert found.meaning is meaning
         assert found.outcome is (Outcome.SUCCESS if meaning is None else Outcome.REJECTED)
 
 
 def test_b3_a_time_to_come_back_makes_an_unexplained_503_an_overload() -> None:
-    found = judge("vllm", 503, {"retry-after": "2"}, b"")
+    assert classify("vllm", 503, {"retry-after": "2"}) is Outcome.OVERLOADED
+    assert classify("vllm", 503, {"retry-after": "soon"}) is Outcome.FAILED
+    found = judge("vllm", 503, retry_after=2.0)
     assert (found.outcome, found.meaning, found.retry_after) == (Outcome.OVERLOADED, OVERLOADED, 2.0)
-    found = judge("llamacpp", 503, {"retry-after": "2"}, b'{"error":{"message":"Loading model"}}')
+    found = judge("llamacpp", 503, b'{"error":{"message":"Loading model"}}', retry_after=2.0)
     assert (found.outcome, found.retry_after) == (Outcome.FAILED, 2.0)
 
 
 def test_a_model_that_the_registry_promised_is_missing_by_the_endpoints_fault() -> None:
     body = error("The model `m` does not exist.").encode()
-    assert judge("vllm", 404, {}, body, claimed=True).outcome is Outcome.OVERLOADED
-    assert judge("vllm", 404, {}, body).outcome is Outcome.REJECTED
-    assert judge("vllm", 404, {}, b"{}", claimed=True).outcome is Outcome.REJECTED
+    assert judge("vllm", 404, body, claimed=True).outcome is Outcome.OVERLOADED
+    assert judge("vllm", 404, body).outcome is Outcome.REJECTED
+    assert judge("vllm", 404, b"{}", claimed=True).outcome is Outcome.REJECTED
 
 
 @pytest.mark.parametrize(
@@ -138,6 +140,6 @@ def test_the_more_urgent_request_goes_first_everywhere() -> None:
 
 @given(st.sampled_from(ENGINES), st.integers(100, 999), st.binary(max_size=300))
 def test_nothing_raises(engine: object, status: int, body: bytes) -> None:
-    assert isinstance(judge(engine, status, {}, body).outcome, Outcome)  # type: ignore[arg-type]
+    assert isinstance(judge(engine, status, body).outcome, Outcome)  # type: ignore[arg-type]
     judge_stream("vllm", b"data: " + body)
     judge_stream("vllm", b'data: {"error"' + body)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from captured import answer, page
 
@@ -57,6 +59,11 @@ def test_a_stranger_is_not_recognised() -> None:
 def test_few_questions_suffice() -> None:
     assert len(PATHS) <= 8
     assert all(engine.signs for engine in ENGINES)
+
+
+def test_every_engine_is_documented() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "engines.md").read_text()
+    assert [engine.name for engine in ENGINES if f"| `{engine.name}`" not in text] == []
 
 
 def test_ready() -> None:

@@ -66,35 +66,35 @@ class Answer(NamedTuple):
         return self.meaning or ""
 
 
-def classify(engine: Engine | str, status: int, headers: Mapping[str, str], body_head: bytes = b"") -> Outcome:
+def classify(
+    engine: Engine | str, status: int, headers: Mapping[str, str], body_head: bytes = b"", *, now_epoch: float = 0.0
+) -> Outcome:
     """The outcome of an attempt that was answered like this. `headers` in lower case or without regard to it."""
-    return judge(engine, status, headers, body_head).outcome
+    return judge(engine, status, body_head, retry_after=retry_after(headers, now_epoch)).outcome
 
 
 def judge(
     engine: Engine | str,
     status: int,
-    headers: Mapping[str, str],
     body_head: bytes = b"",
     *,
-    now_epoch: float = 0.0,
+    retry_after: float | None = None,
     claimed: bool = False,
 ) -> Answer:
-    """As `classify`, with the meaning and the time to come back.
+    """As `classify`, with the meaning, for one who knows already how many seconds the headers ask for.
 
     `claimed`: the registry says that this endpoint has the model asked for. "No such model" is then its own fault, and
     another endpoint may do better (OVERLOADED: moves on, does not open the breaker); otherwise it is the caller's.
     """
     if status < 400:
         return Answer(Outcome.SUCCESS, None)
-    pause = retry_after(headers, now_epoch)
     meaning = _meaning(engine, status, body_head[:HEAD])
     if meaning is None:
-        outcome = http_outcome(status, retry_after=pause is not None)
-        return Answer(outcome, _DEFAULT[outcome], pause)
+        outcome = http_outcome(status, retry_after=retry_after is not None)
+        return Answer(outcome, _DEFAULT[outcome], retry_after)
     if meaning is Meaning.MISSING and claimed:
-        return Answer(Outcome.OVERLOADED, meaning, pause)
-    return Answer(_OUTCOMES[meaning], meaning, pause)
+        return Answer(Outcome.OVERLOADED, meaning, retry_after)
+    return Answer(_OUTCOMES[meaning], meaning, retry_after)
 
 
 def judge_stream(engine: Engine | str, first_event: bytes) -> Answer | None:
@@ -106,7 +106,7 @@ def judge_stream(engine: Engine | str, first_event: bytes) -> Answer | None:
     if found is None:
         return None
     text = first_event[found.end() : found.end() + HEAD]
-    return judge(engine, _code(text), {}, text)
+    return judge(engine, _code(text), text)
 
 
 def _meaning(engine: Engine | str, status: int, head: bytes) -> Meaning | None:
