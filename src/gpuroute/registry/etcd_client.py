@@ -20,7 +20,7 @@ import grpc
 import tenacity
 
 from gpuroute.errors import RegistryError
-from gpuroute.registry.wire import Message, WireError, encode
+from gpuroute.core.wire import Message, WireError, encode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -1,0 +1,323 @@
+"""`grpc.aio.Channel` over a pool: the asyncio twin of `grpc_sync`.
+
+A real asyncio channel belongs to the loop it was made in. This one does not: it keeps one set of endpoint channels per
+running loop, so one object serves several loops, one after the other or in several threads.
+
+Interceptors given here are those of the endpoints' channels: they see every attempt, not the logical call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from gpuroute.transports import grpc_aio_flight as calls
+from gpuroute.transports.grpc_aio_flight import Flight, Requests, Written
+from gpuroute.transports.grpc_connectivity import READY, aggregate, untried
+from gpuroute.transports.grpc_errors import SERIALIZING
+from gpuroute.transports.grpc_peers import Dialer, Peers, channel_options
+from gpuroute.transports.grpc_rpc import Hub
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from types import TracebackType
+    from typing import Self
+
+    from gpuroute.router import Router
+    from gpuroute.transports.grpc_peers import Options, Peer
+    from gpuroute.transports.grpc_rpc import ReadPrompt, Rpc
+
+_LOGGER = logging.getLogger("gpuroute")
+_POLL = 0.05  # seconds between looks at a pool that has no channel yet
+
+
+class RoutedAioChannel(grpc.aio.Channel):
+    """A channel whose every RPC is routed. Made anywhere, used in any event loop; opens nothing before its first call."""
+
+    def __init__(
+        self,
+        router: Router,
+        pool: str,
+        *,
+        options: Options = (),
+        credentials: grpc.ChannelCredentials | None = None,
+        compression: grpc.Compression | None = None,
+        interceptors: Sequence[grpc.aio.ClientInterceptor] = (),
+        prompt: ReadPrompt | None = None,
+        replay: str = "unavailable",
+        idle_timeout: float = 300.0,
+    ) -> None:
+        settings = router.settings
+        ours = channel_options(
+            options, connect_timeout=settings.connect_timeout, idle=idle_timeout, trust_env=settings.trust_env
+        )
+        self._hub = Hub(router, pool, prompt, replay)
+        self._idle = idle_timeout
+        self._intercepted = bool(interceptors)
+        how = {"interceptors": tuple(interceptors)} if interceptors else {}
+        self._dial = Dialer(grpc.aio.insecure_channel, grpc.aio.secure_channel, ours, credentials, compression, **how)
+        self._peers_by_loop: dict[asyncio.AbstractEventLoop, Peers] = {}
+        router.on_fork(self._forked)
+
+    def peers(self, loop: asyncio.AbstractEventLoop) -> Peers:
+        """The endpoint channels of this loop."""
+        found = self._peers_by_loop.get(loop)
+        if found is None:
+            for other in [other for other in self._peers_by_loop if other.is_closed()]:
+                self._peers_by_loop.pop(other, None)
+            found = self._peers_by_loop[loop] = Peers(self._dial, _leave, self._idle)
+        return found
+
+    def unary_unary(
+        self,
+        method: str,
+        request_serializer: Callable[[Any], bytes] | None = None,
+        response_deserializer: Callable[[bytes], Any] | None = None,
+        _registered_method: bool | None = False,
+    ) -> UnaryUnary:
+        """A multicallable for one method."""
+        return UnaryUnary(self, "unary_unary", method, request_serializer, response_deserializer, _registered_method)
+
+    def unary_stream(
+        self,
+        method: str,
+        request_serializer: Callable[[Any], bytes] | None = None,
+        response_deserializer: Callable[[bytes], Any] | None = None,
+        _registered_method: bool | None = False,
+    ) -> UnaryStream:
+        """A multicallable for one method."""
+        return UnaryStream(self, "unary_stream", method, request_serializer, response_deserializer, _registered_method)
+
+    def stream_unary(
+        self,
+        method: str,
+        request_serializer: Callable[[Any], bytes] | None = None,
+        response_deserializer: Callable[[bytes], Any] | None = None,
+        _registered_method: bool | None = False,
+    ) -> StreamUnary:
+        """A multicallable for one method."""
+        return StreamUnary(self, "stream_unary", method, request_serializer, response_deserializer, _registered_method)
+
+    def stream_stream(
+        self,
+        method: str,
+        request_serializer: Callable[[Any], bytes] | None = None,
+        response_deserializer: Callable[[bytes], Any] | None = None,
+        _registered_method: bool | None = False,
+    ) -> StreamStream:
+        """A multicallable for one method."""
+        return StreamStream(self, "stream_stream", method, request_serializer, response_deserializer, _registered_method)
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        """READY if any endpoint's channel is (in this loop); `try_to_connect` opens one if none is on its way."""
+        if self._hub.closed:
+            return grpc.ChannelConnectivity.SHUTDOWN
+        peers = self.peers(asyncio.get_running_loop())
+        state = aggregate(peer.channel.get_state(try_to_connect) for peer in peers)
+        if try_to_connect and state in {grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity.TRANSIENT_FAILURE}:
+            endpoint = untried(self._hub, peers)
+            if endpoint is not None:
+                peer = peers.hold(endpoint, self, self._hub.clock())
+                peers.release(peer, self)
+                state = aggregate(peer.channel.get_state(try_to_connect) for peer in peers)
+        return state
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        """Wait until `get_state` differs from what was observed."""
+        while self.get_state() is last_observed_state:
+            watched = [peer.channel for peer in self.peers(asyncio.get_running_loop())]
+            waits = [asyncio.ensure_future(one.wait_for_state_change(one.get_state())) for one in watched]
+            waits.append(asyncio.ensure_future(asyncio.sleep(_POLL)))
+            try:
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for wait in waits:
+                    wait.cancel()
+
+    async def channel_ready(self) -> None:
+        """Wait until an endpoint's channel is ready."""
+        await self._hub.router.aready()
+        while (state := self.get_state(try_to_connect=True)) is not READY:
+            await self.wait_for_state_change(state)
+
+    async def close(self, grace: float | None = None) -> None:
+        """Refuse new calls, and end running ones after `grace` seconds. Idempotent."""
+        self._hub.closed = True
+        peers = self.peers(asyncio.get_running_loop()).close()
+        await asyncio.gather(*(peer.channel.close(grace) for peer in peers))
+
+    def _forked(self) -> None:
+        for peers in self._peers_by_loop.values():
+            peers.abandon()
+        self._peers_by_loop = {}
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        await self.close()
+        return None
+
+
+def _leave(channel: object) -> None:
+    """Nothing to do: a channel closes itself when its last reference goes, and its `close()` would want awaiting."""
+
+
+class _Method:
+    """One method of one kind: how its requests become bytes, and where its multicallables are found."""
+
+    def __init__(
+        self,
+        channel: RoutedAioChannel,
+        kind: str,
+        method: str,
+        serializer: Callable[[Any], bytes] | None,
+        deserializer: Callable[[bytes], Any] | None,
+        registered: bool | None,
+    ) -> None:
+        self._channel = channel
+        self._hub = channel._hub  # noqa: SLF001  (one class in two parts)
+        self._method = method
+        self._one = kind.startswith("unary")
+        self._streaming = kind != "unary_unary"
+        # A single request is serialized here, once for all attempts; interceptors expect to see the message itself.
+        self._early = self._one and not channel._intercepted  # noqa: SLF001
+        self._serializer = serializer
+        self._key = kind, method, None if self._early else serializer, deserializer, registered
+        self._unrouted_key = kind, method, serializer, deserializer, registered
+
+    def _fly(
+        self,
+        request: Any,
+        timeout: float | None,
+        metadata: Any,
+        credentials: Any,
+        patient: bool | None,
+        compression: Any,
+    ) -> Any:
+        hub, loop = self._hub, asyncio.get_running_loop()
+        if hub.closed:
+            msg = "Channel is closed."
+            raise grpc.aio.UsageError(msg)
+        peers = self._channel.peers(loop)
+        how = {"credentials": credentials, "compression": compression}
+        written: Requests | Written | None = None
+        if not self._one:
+            written = Written() if request is None else Requests(request)
+        body = self._serialized(request) if self._early else request
+
+        def start(peer: Peer, rpc: Rpc) -> Any:
+            data = written.view() if isinstance(written, Requests) else body
+            return peer.bind(self._key)(data, timeout=rpc.timeout(), metadata=rpc.headers(), **how)
+
+        def begin() -> None:
+            plain = hub.unrouted(peers, metadata)
+            if plain is not None:
+                send = plain[0].bind(self._unrouted_key)
+                flight.adopt(send(request, timeout=timeout, metadata=plain[1], wait_for_ready=patient, **how))
+                return
+            data = None if not self._one else body if self._early else self._serialized(request)
+            ends = {"patient": bool(patient), "streaming": self._streaming}
+            flight.rpc = hub.begin(peers, self._method, data, timeout, metadata, **ends)
+            flight.launch()
+
+        flight = Flight(start, loop, written)
+        if hub.settled:
+            begin()
+        else:
+            flight.waiting = loop.create_task(_begin_later(flight, hub.router, begin, timeout))
+        return flight
+
+    def _serialized(self, request: Any) -> bytes:
+        if self._serializer is None:
+            return request  # type: ignore[no-any-return]
+        try:
+            return self._serializer(request)
+        except Exception:
+            _LOGGER.exception(SERIALIZING)
+            raise
+
+
+async def _begin_later(flight: Flight, router: Router, begin: Callable[[], None], timeout: float | None) -> None:
+    """Begin once the first view of the fleet is here."""
+    try:
+        await router.aready(timeout)
+        if not flight.over:
+            begin()
+    except Exception as error:
+        flight.end(error)
+
+
+class UnaryUnary(_Method, grpc.aio.UnaryUnaryMultiCallable):  # type: ignore[type-arg]
+    """One request, one response. Arguments and results are those of `grpc.aio.UnaryUnaryMultiCallable`."""
+
+    def __call__(
+        self,
+        request: Any,
+        *,
+        timeout: float | None = None,
+        metadata: Any = None,
+        credentials: grpc.CallCredentials | None = None,
+        wait_for_ready: bool | None = None,
+        compression: grpc.Compression | None = None,
+    ) -> Any:
+        """The call: await it for the response. Raises grpc.aio.AioRpcError."""
+        return calls.RoutedUnaryUnaryCall(self._fly(request, timeout, metadata, credentials, wait_for_ready, compression))
+
+
+class UnaryStream(_Method, grpc.aio.UnaryStreamMultiCallable):  # type: ignore[type-arg]
+    """One request, a stream of responses. Arguments and results are those of `grpc.aio.UnaryStreamMultiCallable`."""
+
+    def __call__(
+        self,
+        request: Any,
+        *,
+        timeout: float | None = None,
+        metadata: Any = None,
+        credentials: grpc.CallCredentials | None = None,
+        wait_for_ready: bool | None = None,
+        compression: grpc.Compression | None = None,
+    ) -> Any:
+        """The call: iterate over it, or `read`."""
+        return calls.RoutedUnaryStreamCall(
+            self._fly(request, timeout, metadata, credentials, wait_for_ready, compression)
+        )
+
+
+class StreamUnary(_Method, grpc.aio.StreamUnaryMultiCallable):  # type: ignore[type-arg]
+    """A stream of requests, one response. Arguments and results are those of `grpc.aio.StreamUnaryMultiCallable`."""
+
+    def __call__(
+        self,
+        request_iterator: Any = None,
+        timeout: float | None = None,
+        metadata: Any = None,
+        credentials: grpc.CallCredentials | None = None,
+        wait_for_ready: bool | None = None,
+        compression: grpc.Compression | None = None,
+    ) -> Any:
+        """The call: `write` to it unless an iterator was given, then await it."""
+        flight = self._fly(request_iterator, timeout, metadata, credentials, wait_for_ready, compression)
+        return calls.RoutedStreamUnaryCall(flight)
+
+
+class StreamStream(_Method, grpc.aio.StreamStreamMultiCallable):  # type: ignore[type-arg]
+    """A stream of requests, a stream of responses; see `grpc.aio.StreamStreamMultiCallable`."""
+
+    def __call__(
+        self,
+        request_iterator: Any = None,
+        timeout: float | None = None,
+        metadata: Any = None,
+        credentials: grpc.CallCredentials | None = None,
+        wait_for_ready: bool | None = None,
+        compression: grpc.Compression | None = None,
+    ) -> Any:
+        """The call: `write` to it unless an iterator was given; iterate over it, or `read`."""
+        flight = self._fly(request_iterator, timeout, metadata, credentials, wait_for_ready, compression)
+        return calls.RoutedStreamStreamCall(flight)

@@ -1,0 +1,241 @@
+"""One real channel per endpoint: opened at the first call, closed when idle, or when gone and its last call has ended.
+
+Python's grpcio offers no balancer and no resolver, so the channel that balances stands above one plain channel each
+(target `ipv4:host:port`, no retries, no proxy, a subchannel pool of its own). A thousand endpoints cost nothing until
+they are picked.
+
+Keepalive: `grpc.keepalive_timeout_ms` has no effect in grpcio 1.60 - 1.85 (measured: a frozen peer stays undetected for
+60 s); `grpc.http2.ping_timeout_ms` has. `max_pings_without_data` stays at grpc's default: 0 would keep a silent stream
+watched, but servers answer with GOAWAY too_many_pings.
+"""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import urlsplit
+
+import grpc
+
+from gpuroute.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Container, Iterator, Sequence
+
+    from gpuroute.core.endpoint import Endpoint
+
+    Options = Sequence[tuple[str, Any]]
+
+SECURE = frozenset({"https", "grpcs"})
+PLAIN = frozenset({"http", "grpc", ""})
+SWEEP_EVERY = 10.0  # seconds
+MAX_METHODS = 256  # bound multicallables of one endpoint; more are made by stubs with serializers made per call
+
+# What a parent's channels become in a forked child: destroying one there can hang, so they are kept and never touched.
+_ABANDONED: list[object] = []
+
+
+class Peer:
+    """The channel to one endpoint. `live`: tokens of calls that use it; `gone`: closes when the last of them ends."""
+
+    __slots__ = ("channel", "endpoint", "gone", "live", "methods", "used_at")
+
+    def __init__(self, endpoint: Endpoint, channel: Any) -> None:
+        self.endpoint = endpoint
+        self.channel = channel
+        self.methods: dict[tuple[Any, ...], Any] = {}
+        self.live: set[object] = set()
+        self.gone = False
+        self.used_at = 0.0
+
+    def bind(self, key: tuple[Any, ...]) -> Any:
+        """The multicallable `(kind, method, serializer, deserializer, registered)` on this channel."""
+        try:
+            return self.methods[key]
+        except KeyError:
+            kind, method, serializer, deserializer, registered = key
+            if len(self.methods) >= MAX_METHODS:
+                self.methods.clear()
+            bound = getattr(self.channel, kind)(method, serializer, deserializer, registered)
+            return self.methods.setdefault(key, bound)
+
+
+class Peers:
+    """The open channels of one routed channel. Safe from any thread."""
+
+    __slots__ = ("_by_id", "_close", "_lock", "_open", "_sweep_at", "idle", "on_open")
+
+    def __init__(self, opener: Callable[[Endpoint], Any], close: Callable[[Any], object], idle: float) -> None:
+        self._open = opener
+        self._close = close
+        self._by_id: dict[str, Peer] = {}
+        self._lock = threading.Lock()
+        self._sweep_at = 0.0
+        self.idle = idle
+        self.on_open: Callable[[Peer], None] | None = None
+
+    def hold(self, endpoint: Endpoint, token: object, now: float) -> Peer:
+        """The channel to an endpoint, kept open until `release(peer, token)`. Raises ConfigError on bad TLS files."""
+        while True:
+            peer = self._by_id.get(endpoint.id)
+            if peer is None or (peer.endpoint is not endpoint and not _same_server(peer.endpoint, endpoint)):
+                peer = self._open_peer(endpoint)
+            peer.live.add(token)
+            # Adding before looking, where `_dismiss` marks before looking: one of the two sees the other.
+            if not peer.gone:
+                peer.used_at = now
+                return peer
+            self.release(peer, token)
+
+    def release(self, peer: Peer, token: object) -> None:
+        """The call that held this peer has ended. Idempotent."""
+        peer.live.discard(token)
+        if peer.gone and not peer.live:
+            self._close(peer.channel)
+
+    def due(self, now: float) -> bool:
+        """True once `SWEEP_EVERY` seconds have passed since the last sweep."""
+        return now >= self._sweep_at
+
+    def sweep(self, wanted: Container[str], now: float) -> None:
+        """Let go of the channels whose endpoint left, or that have been idle for long."""
+        self._sweep_at = now + SWEEP_EVERY
+        for peer in self:
+            if peer.endpoint.id not in wanted or (not peer.live and now - peer.used_at > self.idle):
+                self._dismiss(peer)
+
+    def close(self) -> list[Peer]:
+        """Forget all peers and hand them to the caller, who ends them."""
+        with self._lock:
+            peers = list(self._by_id.values())
+            self._by_id.clear()
+        for peer in peers:
+            peer.gone = True
+        return peers
+
+    def abandon(self) -> None:
+        """Start afresh in a forked child."""
+        _ABANDONED.append(self._by_id)
+        self._by_id = {}
+        self._lock = threading.Lock()
+
+    def __iter__(self) -> Iterator[Peer]:
+        return iter(tuple(self._by_id.values()))
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def _open_peer(self, endpoint: Endpoint) -> Peer:
+        with self._lock:
+            old = self._by_id.get(endpoint.id)
+            if old is not None and _same_server(old.endpoint, endpoint):
+                old.endpoint = endpoint
+                return old
+            peer = self._by_id[endpoint.id] = Peer(endpoint, self._open(endpoint))
+        if old is not None:
+            self._end(old)
+        if self.on_open is not None:
+            self.on_open(peer)
+        return peer
+
+    def _dismiss(self, peer: Peer) -> None:
+        with self._lock:
+            if self._by_id.get(peer.endpoint.id) is peer:
+                del self._by_id[peer.endpoint.id]
+        self._end(peer)
+
+    def _end(self, peer: Peer) -> None:
+        peer.gone = True
+        if not peer.live:
+            self._close(peer.channel)
+
+
+def _same_server(one: Endpoint, other: Endpoint) -> bool:
+    return (one.url, one.tls, one.authority) == (other.url, other.tls, other.authority)
+
+
+class Address(NamedTuple):
+    """Where an endpoint's URL points: a grpc target, the host to verify, and whether TLS is spoken."""
+
+    target: str
+    host: str
+    secure: bool
+
+
+def read_address(endpoint: Endpoint) -> Address:
+    """The grpc target of an endpoint. Raises ConfigError on a URL that gRPC cannot use."""
+    if endpoint.url.startswith("unix:"):
+        return Address(endpoint.url, "localhost", secure=False)
+    parts = urlsplit(endpoint.url if "://" in endpoint.url else f"//{endpoint.url}")
+    secure = parts.scheme in SECURE
+    if not parts.hostname or not (secure or parts.scheme in PLAIN) or parts.path not in {"", "/"}:
+        raise ConfigError(
+            f"endpoint {endpoint.id!r}: expected grpc://HOST:PORT, grpcs://HOST:PORT, http(s)://HOST:PORT or unix:PATH"
+        )
+    host, port = parts.hostname, parts.port or (443 if secure else 80)
+    if ":" in host:
+        return Address(f"ipv6:[{host}]:{port}", host, secure)
+    numeric = host.replace(".", "").isdigit()
+    return Address(f"ipv4:{host}:{port}" if numeric else f"dns:///{host}:{port}", host, secure)
+
+
+def channel_options(user: Options, *, connect_timeout: float, idle: float, trust_env: bool) -> dict[str, Any]:
+    """The options of every endpoint's channel; what the user set wins."""
+    ours = {
+        "grpc.enable_retries": 0,
+        "grpc.use_local_subchannel_pool": 1,
+        "grpc.enable_http_proxy": int(trust_env),
+        "grpc.service_config_disable_resolution": 1,
+        "grpc.keepalive_time_ms": 10_000,
+        "grpc.http2.ping_timeout_ms": 2_500,
+        "grpc.initial_reconnect_backoff_ms": 100,
+        "grpc.min_reconnect_backoff_ms": max(100, round(connect_timeout * 1000)),  # the limit of one connect
+        "grpc.max_reconnect_backoff_ms": 2_000,
+        "grpc.client_idle_timeout_ms": max(1_000, round(idle * 1000)),
+    }
+    return ours | dict(user)
+
+
+class Dialer:
+    """Opens the channel to an endpoint: target, TLS, authority and options. Reads PEM files when it opens."""
+
+    __slots__ = ("_compression", "_credentials", "_extra", "_insecure", "_options", "_secure")
+
+    def __init__(
+        self,
+        insecure: Callable[..., Any],
+        secure: Callable[..., Any],
+        options: dict[str, Any],
+        credentials: grpc.ChannelCredentials | None,
+        compression: grpc.Compression | None,
+        **extra: Any,
+    ) -> None:
+        self._insecure = insecure
+        self._secure = secure
+        self._options = options
+        self._credentials = credentials
+        self._compression = compression
+        self._extra = extra
+
+    def __call__(self, endpoint: Endpoint) -> Any:
+        address = read_address(endpoint)
+        options, extra = dict(self._options), self._extra
+        name = endpoint.tls.server_name or endpoint.authority
+        if endpoint.authority:
+            options.setdefault("grpc.default_authority", endpoint.authority)
+        if not address.secure and self._credentials is None:
+            return self._insecure(address.target, tuple(options.items()), self._compression, **extra)
+        # An IP target has no name to verify; the URL's host stands in, as a browser would have it.
+        options.setdefault("grpc.ssl_target_name_override", name or address.host)
+        credentials = self._credentials or _ssl_credentials(endpoint)
+        return self._secure(address.target, credentials, tuple(options.items()), self._compression, **extra)
+
+
+def _ssl_credentials(endpoint: Endpoint) -> grpc.ChannelCredentials:
+    tls = endpoint.tls
+    try:
+        ca, key, cert = (Path(path).read_bytes() if path else None for path in (tls.ca, tls.key, tls.cert))
+    except OSError as error:
+        raise ConfigError(f"endpoint {endpoint.id!r}: TLS file cannot be read: {error.strerror}") from None
+    return grpc.ssl_channel_credentials(ca, key, cert)

@@ -1,0 +1,339 @@
+"""One logical RPC over its attempts: what the blocking, the future and the asyncio driver have in common. No I/O here.
+
+A driver is: wait `delay`, `next` (an endpoint's channel), send, then `succeeded`, `failed` (True: go on) or `cancelled`.
+The caller's `timeout` is the budget of the whole; each attempt gets what is left of it as its gRPC deadline.
+
+`wait_for_ready` never reaches grpcio, where it would tie the call to one broken endpoint and hide why (grpc-go's trap,
+boulder#6834). Here it means: while nothing can be reached, keep trying other endpoints until the deadline, and name the
+cause in the final error. Without a deadline that wait is endless, as it is on a plain channel.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+from gpuroute.core.endpoint import Endpoint
+from gpuroute.core.learning import learn_bid
+from gpuroute.core.outcome import Outcome
+from gpuroute.core.prefix import Prompt, ladder
+from gpuroute.core.report import Report
+from gpuroute.errors import ConfigError, GpurouteError, NoEndpointAvailable
+from gpuroute.observe import Observer, observer
+from gpuroute.transports.bodies import NO_OPTIONS, Options, read_options
+from gpuroute.transports.grpc_status import REPEATED, REPEATED_IF_SAFE, brief, judge, report_in
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from grpc import StatusCode
+
+    from gpuroute.core.attempt import Attempt
+    from gpuroute.core.call import Call
+    from gpuroute.router import Router
+    from gpuroute.transports.grpc_peers import Peer, Peers
+
+    Pairs = Iterable[tuple[str, Any]]
+    ReadPrompt = Callable[[str, bytes], "Prompt | bytes | None"]
+
+OURS = "x-gpuroute-"
+UNSENT, UNAVAILABLE, FAILED = "unsent", "unavailable", "failed"
+REPLAY = (UNSENT, UNAVAILABLE, FAILED)
+
+_options: ContextVar[Options] = ContextVar("gpuroute.grpc.options", default=NO_OPTIONS)
+
+
+@contextmanager
+def options(*, key: str | None = None, timeout: float | None = None, attempts: int | None = None) -> Iterator[None]:
+    """Options of the calls begun inside: affinity key, deadline in seconds over all attempts, number of attempts.
+
+    Metadata `x-gpuroute-key`, `x-gpuroute-timeout` (`250ms`, `2s`) and `x-gpuroute-attempts` of a call win over it.
+    Holds per thread and per task. Raises ConfigError.
+    """
+    given = {"key": key, "timeout": timeout, "attempts": attempts}
+    token = _options.set(read_options(given, {}))
+    try:
+        yield
+    finally:
+        _options.reset(token)
+
+
+def split_metadata(metadata: Pairs | None) -> tuple[Options, list[tuple[str, Any]] | None]:
+    """What the call asks of the router, and the metadata to send without it. Raises ConfigError on bad values."""
+    if not metadata:
+        return _options.get(), None
+    rest: list[tuple[str, Any]] = []
+    asked: dict[str, str] = {}
+    for pair in metadata:
+        if pair[0].startswith(OURS):
+            asked[pair[0].removeprefix(OURS)] = str(pair[1])
+        else:
+            rest.append(pair)
+    if not asked:
+        return _options.get(), rest
+    return read_options(None, {**_options.get()._asdict(), **asked}), rest
+
+
+class Hub:
+    """What all calls of one routed channel share. Safe from any thread."""
+
+    __slots__ = ("__weakref__", "clock", "closed", "peers", "pool", "prompt", "replay", "router", "version")
+
+    def __init__(self, router: Router, pool: str, prompt: ReadPrompt | None, replay: str) -> None:
+        if replay not in REPLAY:
+            raise ConfigError(f"replay={replay!r}: expected one of {', '.join(REPLAY)}")
+        self.router = router
+        self.pool = pool
+        self.clock = router.clock
+        self.prompt = prompt
+        self.replay = replay
+        self.version = 0
+        self.closed = False
+
+    @property
+    def settled(self) -> bool:
+        """True if a call need not wait for the first view of the fleet."""
+        router = self.router
+        return router.is_ready or router.settings.disabled
+
+    def begin(
+        self,
+        peers: Peers,
+        method: str,
+        request: bytes | None,
+        timeout: float | None,
+        metadata: Pairs | None,
+        *,
+        patient: bool,
+        streaming: bool,
+    ) -> Rpc:
+        """Start one logical RPC; `request` is None if it comes as a stream. Raises UnknownPool, RouterClosed, ..."""
+        asked, metadata = split_metadata(metadata)
+        if asked.timeout is not None:
+            timeout = asked.timeout if timeout is None else min(timeout, asked.timeout)
+        key, rungs, tokens = self._affinity(method, request, asked.key)
+        router = self.router
+        call = router.call(
+            self.pool,
+            key=key,
+            ladder=rungs,
+            tokens=tokens,
+            timeout=timeout,
+            attempts=asked.attempts,
+            replayable=request is not None and self.replay != UNSENT,
+        )
+        if self.version != router.version or peers.due(call.started):
+            self.version = router.version
+            peers.sweep(call.pool.snapshot.by_id, call.started)
+        # A deadline cannot be lifted once an attempt runs, so a stream gets one only if its caller said so.
+        limited = call.deadline < math.inf and (timeout is not None or not streaming)
+        return Rpc(self, peers, call, metadata, limited=limited, patient=patient)
+
+    def unrouted(self, peers: Peers, metadata: Pairs | None) -> tuple[Peer, Pairs | None] | None:
+        """The channel of a call that the kill switch or the rollout leaves unrouted, and its metadata."""
+        if not self._may_stay_unrouted():
+            return None
+        asked, metadata = split_metadata(metadata)
+        url = self.router.fallback(self.pool, asked.key)
+        if url is None:
+            return None
+        peer = peers.hold(Endpoint(f"fallback {url}", url), self, self.clock())
+        peer.live.discard(self)
+        return peer, metadata
+
+    def _may_stay_unrouted(self) -> bool:
+        router = self.router
+        settings = router.settings
+        return settings.disabled or settings.rollout < 1 or router.pool(self.pool).spec.config.disabled
+
+    def _affinity(self, method: str, request: bytes | None, key: str | None) -> tuple[str | None, Sequence[int], int]:
+        """The call's key, prefix hashes and prompt tokens; what its policy cannot use is not read."""
+        if key or self.prompt is None or not request:
+            return key, (), 0
+        pool = self.router.pool(self.pool)
+        picker = pool.snapshot.picker
+        if not picker.wants_ladder and picker.ring is None:
+            return None, (), 0
+        prompt = self.prompt(method, request)
+        if prompt is None:
+            return None, (), 0
+        if isinstance(prompt, bytes):
+            prompt = Prompt(prompt, len(prompt) // 4)
+        if prompt.key:
+            return prompt.key, (), prompt.tokens
+        salt = self.router.settings.salt
+        return None, ladder(prompt, salt.reveal() if salt else pool.spec.config.salt), prompt.tokens
+
+
+class Rpc:
+    """One logical RPC. Used by one thread at a time; the drivers see to that."""
+
+    __slots__ = (
+        "attempt",
+        "call",
+        "cause",
+        "hub",
+        "limited",
+        "metadata",
+        "not_before",
+        "observer",
+        "over",
+        "patient",
+        "peer",
+        "peers",
+        "token",
+    )  # fmt: skip
+
+    def __init__(
+        self, hub: Hub, peers: Peers, call: Call, metadata: Pairs | None, *, limited: bool, patient: bool
+    ) -> None:
+        self.hub = hub
+        self.peers = peers
+        self.call = call
+        self.metadata = metadata
+        self.limited = limited
+        self.patient = patient
+        self.not_before = 0.0
+        self.cause: BaseException | None = None
+        self.observer: Observer = observer()
+        self.token: object = None
+        self.attempt: Attempt | None = None
+        self.peer: Peer | None = None
+        self.over = False
+
+    def delay(self) -> float:
+        """Seconds to wait before `next`."""
+        now = self.hub.clock()
+        wait = self.call.delay(now)
+        return wait if self.not_before <= now else max(wait, self.not_before - now)
+
+    def next(self) -> Peer | None:
+        """Begin an attempt and give the channel for it; None: ask again after `delay`.
+
+        Raises NoEndpointAvailable, DeadlineExceeded; ConfigError if an endpoint's record cannot be dialled.
+        """
+        now = self.hub.clock()
+        try:
+            attempt = self.call.next_attempt(now)
+        except NoEndpointAvailable:
+            if not self.patient:
+                self._end(now)
+                raise
+            self._wait_a_little(now)
+            return None
+        except GpurouteError:
+            self._end(now)
+            raise
+        self.attempt = attempt
+        try:
+            self.peer = self.peers.hold(attempt.endpoint, attempt, now)
+        except ConfigError as error:
+            if not self._finish(Outcome.FAILED, now, str(error)):
+                self._end(now)
+                raise
+        return self.peer
+
+    def timeout(self) -> float | None:
+        """Seconds that the present attempt may take."""
+        return max(0.0, self.call.deadline - self.hub.clock()) if self.limited else None
+
+    def headers(self) -> list[tuple[str, Any]] | None:
+        """The metadata of the present attempt: the caller's, the endpoint's own and trace context."""
+        assert self.attempt is not None
+        traced: dict[str, str] = {}
+        self.token = self.observer.attempt_started(self.call, self.attempt, traced)
+        extra = self.attempt.endpoint.headers
+        if not extra and not traced:
+            return self.metadata  # type: ignore[return-value]
+        ours = {name.lower(): value for name, value in extra.items()} | traced
+        return [pair for pair in self.metadata or () if pair[0] not in ours] + list(ours.items())
+
+    def first(self) -> None:
+        """The first response message is there: no other attempt can follow."""
+        if self.attempt is not None:
+            self.attempt.first_token(self.hub.clock())
+
+    def succeeded(self, trailing: Pairs | None) -> None:
+        """The attempt ended with OK."""
+        now, attempt = self.hub.clock(), self.attempt
+        if attempt is None:
+            return
+        if attempt.first is None:
+            attempt.first_token(now)
+        if trailing:
+            learn_report(attempt, trailing, self.call.pool.mean_tokens, now)
+        self._finish(Outcome.SUCCESS, now)
+        self._end(now)
+
+    def failed(self, code: StatusCode, details: str | None, trailing: Pairs | None, sent: bool = False) -> bool:
+        """The attempt ended with another status; True if a next one is due. `sent`: request messages surely left."""
+        now, attempt, call = self.hub.clock(), self.attempt, self.call
+        if attempt is None:
+            return False
+        verdict = judge(code, details, trailing)
+        unsent = verdict.unsent and not sent
+        if not unsent:
+            attempt.sent(now)
+        repeated = REPEATED_IF_SAFE if self.hub.replay == FAILED else REPEATED
+        if verdict.stop or (code not in repeated and verdict.outcome is not Outcome.OVERLOADED):
+            call.replayable = False
+        if trailing:
+            learn_report(attempt, trailing, self.call.pool.mean_tokens, now)
+        again = self._finish(
+            verdict.outcome,
+            now,
+            brief(code, details),
+            retry_after=verdict.retry_after,
+            answered=verdict.answered,
+        )
+        if not again and self.patient and unsent and now < call.deadline:
+            self._wait_a_little(now)
+            again = True
+        if not again:
+            self._end(now)
+        return again
+
+    def cancelled(self) -> None:
+        """The caller gave up: nobody's fault. Idempotent."""
+        now = self.hub.clock()
+        self._finish(Outcome.CANCELLED, now)
+        self.call.close(now)
+        self._end(now)
+
+    def note(self, error: BaseException) -> None:
+        """Tell in a final error what was tried, if it was more than one thing."""
+        if len(self.call.history) > 1:
+            error.add_note(f"gpuroute: {self.call.story()}")
+
+    def _finish(self, outcome: Outcome, now: float, reason: str = "", **how: Any) -> bool:
+        attempt, peer = self.attempt, self.peer
+        if attempt is None:
+            return False
+        self.attempt = self.peer = None
+        again = self.call.finish(attempt, outcome, now, reason=reason, **how)
+        if peer is not None:
+            self.peers.release(peer, attempt)
+        self.observer.attempt_ended(self.token, self.call, attempt)
+        return again
+
+    def _end(self, now: float) -> None:
+        if not self.over:
+            self.over = True
+            self.observer.call_ended(self.call, now)
+
+    def _wait_a_little(self, now: float) -> None:
+        pool = self.call.pool
+        self.not_before = now + 0.01 + pool.rules.retry.backoff(len(self.call.history) + 1, pool.shared.random)
+
+
+def learn_report(attempt: Attempt, trailing: Pairs, mean_tokens: float, now: float) -> None:
+    """What the endpoint says of its own load in its trailing metadata, if it does."""
+    said = report_in(trailing)
+    if said is None or said.requests is None:
+        return
+    queued = -1 if said.queued_tokens is None else int(said.queued_tokens)
+    running = said.in_flight if said.running is None else said.running
+    report = Report(now, int(running or 0), int(said.waiting or 0), queued, said.kv_usage or 0.0, source="orca")
+    learn_bid(attempt.state, report, mean_tokens)

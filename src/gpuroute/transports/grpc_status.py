@@ -1,0 +1,132 @@
+"""What the end of an RPC says about the endpoint, about the call, and about a next attempt.
+
+gRPC has one vocabulary of statuses for three speakers: the application, its server library, and the client's own
+transport. The code alone does not tell them apart, and Python sees nothing of the stream below it, so the known texts of
+the transport and of three servers stand here in tables. An unknown text falls back to its code's meaning.
+
+*Unsent* is the important one: an RPC that never reached an application may be sent again at no risk, whatever it does.
+Measured on grpcio 1.85: `GOAWAY received` names streams above the last one that the server took; `Stream removed` and
+`Socket closed` prove nothing (a server killed in mid-call gives them too).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from grpc import StatusCode
+
+from gpuroute.core.orca import REPORT_TRAILERS, parse_orca_bin
+from gpuroute.core.outcome import Outcome
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from gpuroute.core.orca import LoadReport
+
+    Metadata = Iterable[tuple[str, str | bytes]] | None
+
+OUTCOMES = {
+    StatusCode.OK: Outcome.SUCCESS,
+    StatusCode.CANCELLED: Outcome.FAILED,  # by the server or a proxy; a caller's own is never classified here
+    StatusCode.UNKNOWN: Outcome.FAILED,
+    StatusCode.INTERNAL: Outcome.FAILED,
+    StatusCode.DATA_LOSS: Outcome.FAILED,
+    StatusCode.UNAVAILABLE: Outcome.FAILED,
+    StatusCode.DEADLINE_EXCEEDED: Outcome.TIMED_OUT,
+    StatusCode.RESOURCE_EXHAUSTED: Outcome.OVERLOADED,
+}
+"""Every other code describes the request: REJECTED, never repeated, never held against the endpoint."""
+
+# Codes whose failure may be repeated although the application may have acted on the request.
+REPEATED = frozenset({StatusCode.UNAVAILABLE, StatusCode.RESOURCE_EXHAUSTED, StatusCode.NOT_FOUND})
+REPEATED_IF_SAFE = REPEATED | {
+    StatusCode.UNKNOWN,
+    StatusCode.INTERNAL,
+    StatusCode.DATA_LOSS,
+    StatusCode.CANCELLED,
+    StatusCode.DEADLINE_EXCEEDED,
+}
+
+# What an endpoint says that is full, or that no longer serves a model it used to serve: another one will do better.
+_BUSY = (
+    (StatusCode.UNAVAILABLE, "exceeds maximum queue size"),  # Triton
+    (StatusCode.UNAVAILABLE, "batch scheduling queue"),  # TF Serving
+    (StatusCode.NOT_FOUND, "has no available versions"),  # Triton, while it drains
+    (StatusCode.NOT_FOUND, "servable not found"),  # TF Serving, while it loads or unloads
+)
+# Failures made on this side by the caller's own doing.
+_OWN = (
+    "exception serializing request",
+    "exception deserializing response",
+    "exception iterating requests",
+    "message larger than max",
+)
+_UNSENT = ("failed to connect to all addresses", "goaway received", "connections to all backends failing")
+_UNSENT_TOO = ("dns resolution failed", "empty address list", "no addresses")
+_TRANSPORT = ("stream removed", "socket closed", "connection reset", "broken pipe", "ping timeout", "transport closed")
+_NOT_GRPC = "received http2 header with status"  # a proxy or a web server answered
+
+
+class Verdict(NamedTuple):
+    """One ended attempt. `unsent`: no application saw it. `answered`: a server replied, so it lives.
+
+    `retry_after`: seconds the server asked for; `stop`: it asked not to be tried again.
+    """
+
+    outcome: Outcome
+    unsent: bool = False
+    answered: bool = True
+    retry_after: float | None = None
+    stop: bool = False
+
+
+def judge(code: StatusCode, details: str | None, trailing: Metadata) -> Verdict:
+    """Classify a status that is not OK and not the caller's own cancellation. Never raises."""
+    text = (details or "").lower()
+    outcome = OUTCOMES.get(code, Outcome.REJECTED)
+    if text and any(part in text for part in _OWN):
+        return Verdict(Outcome.REJECTED)
+    if code is StatusCode.UNAVAILABLE and any(part in text for part in (*_UNSENT, *_UNSENT_TOO)):
+        return Verdict(outcome, unsent=True, answered=False)
+    if any(code is busy and part in text for busy, part in _BUSY):
+        outcome = Outcome.OVERLOADED
+    elif _NOT_GRPC in text:
+        outcome = Outcome.FAILED
+    pushback, stop = read_pushback(trailing) if trailing else (None, False)
+    if pushback is not None and outcome is Outcome.FAILED:
+        outcome = Outcome.OVERLOADED
+    answered = not any(part in text for part in _TRANSPORT) and outcome is not Outcome.TIMED_OUT
+    return Verdict(outcome, answered=answered, retry_after=pushback, stop=stop)
+
+
+def brief(code: StatusCode, details: str | None) -> str:
+    """One short line for notes and logs: the code, and what grpc wraps in its story of all addresses."""
+    text = (details or "").rpartition("last error: ")[2]
+    return f"{code.name}: {text}" if text else code.name
+
+
+def read_pushback(trailing: Metadata) -> tuple[float | None, bool]:
+    """Seconds to wait, and whether the server forbids another attempt (gRFC A6), from trailing metadata."""
+    for key, value in trailing or ():
+        if key == "grpc-retry-pushback-ms":
+            milliseconds = _integer(value)
+            return (None, True) if milliseconds is None or milliseconds < 0 else (milliseconds / 1000, False)
+        if key == "retry-after":  # gateways
+            seconds = _integer(value)
+            return (None if seconds is None or seconds < 0 else float(seconds)), False
+    return None, False
+
+
+def _integer(value: Any) -> int | None:
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        return None
+
+
+def report_in(trailing: Metadata) -> LoadReport | None:
+    """The load report (ORCA) that a server put in its trailing metadata."""
+    for key, value in trailing or ():
+        if key in REPORT_TRAILERS and isinstance(value, bytes):
+            return parse_orca_bin(value)
+    return None

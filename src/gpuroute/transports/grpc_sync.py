@@ -1,0 +1,362 @@
+"""`grpc.Channel` over a pool: every RPC goes to the endpoint that the router picks for it.
+
+Blocking calls run the plain loop of `_Unary.with_call`; futures and streams are flown by `grpc_flight`. Both send through
+the multicallables of one ordinary channel per endpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from gpuroute.errors import DeadlineExceeded, NoEndpointAvailable
+from gpuroute.transports.grpc_connectivity import Connectivity
+from gpuroute.transports.grpc_errors import SERIALIZING, EndedCall, ended
+from gpuroute.transports.grpc_flight import Flight, Requests, RoutedCall
+from gpuroute.transports.grpc_peers import Dialer, Peers, channel_options
+from gpuroute.transports.grpc_rpc import Hub, Rpc
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import TracebackType
+    from typing import Self
+
+    from gpuroute.router import Router
+    from gpuroute.transports.grpc_peers import Options, Peer
+    from gpuroute.transports.grpc_rpc import ReadPrompt
+
+_LOGGER = logging.getLogger("gpuroute")
+
+
+class RoutedChannel(grpc.Channel):
+    """A channel whose every RPC is routed. Safe from any thread; opens nothing before its first call."""
+
+    def __init__(
+        self,
+        router: Router,
+        pool: str,
+        *,
+        options: Options = (),
+        credentials: grpc.ChannelCredentials | None = None,
+        compression: grpc.Compression | None = None,
+        prompt: ReadPrompt | None = None,
+        replay: str = "unavailable",
+        idle_timeout: float = 300.0,
+    ) -> None:
+        settings = router.settings
+        ours = channel_options(
+            options, connect_timeout=settings.connect_timeout, idle=idle_timeout, trust_env=settings.trust_env
+        )
+        self._hub = Hub(router, pool, prompt, replay)
+        dialer = Dialer(grpc.insecure_channel, grpc.secure_channel, ours, credentials, compression)
+        self._peers = Peers(dialer, lambda channel: channel.close(), idle_timeout)
+        self._connectivity = Connectivity(self._hub, self._peers)
+        router.on_fork(self._forked)
+
+    def unary_unary(
+        self,
+        method: str,
+        request_serializer: Callable[[Any], bytes] | None = None,
+        response_deserializer: Callable[[bytes], Any] | None = None,
+        _registered_method: bool | None = False,
+    ) -> UnaryUnary:
+        """A multicallable for one method."""
+        how = request_serializer, response_deserializer, _registered_method
+        return UnaryUnary(self, "unary_unary", method, *how)
+
+    def unary_stream(
+        self,
+        method: str,
+        request_serializer: Callable[[Any], bytes] | None = None,
+        response_deserializer: Callable[[bytes], Any] | None = None,
+        _registered_method: bool | None = False,
+    ) -> UnaryStream:
+        """A multicallable for one method."""
+        how = request_serializer, response_deserializer, _registered_method
+        return UnaryStream(self, "unary_stream", method, *how)
+
+    def stream_unary(
+        self,
+        method: str,
+        request_serializer: Callable[[Any], bytes] | None = None,
+        response_deserializer: Callable[[bytes], Any] | None = None,
+        _registered_method: bool | None = False,
+    ) -> StreamUnary:
+        """A multicallable for one method."""
+        how = request_serializer, response_deserializer, _registered_method
+        return StreamUnary(self, "stream_unary", method, *how)
+
+    def stream_stream(
+        self,
+        method: str,
+        request_serializer: Callable[[Any], bytes] | None = None,
+        response_deserializer: Callable[[bytes], Any] | None = None,
+        _registered_method: bool | None = False,
+    ) -> StreamStream:
+        """A multicallable for one method."""
+        how = request_serializer, response_deserializer, _registered_method
+        return StreamStream(self, "stream_stream", method, *how)
+
+    def subscribe(
+        self, callback: Callable[[grpc.ChannelConnectivity], None], try_to_connect: bool | None = False
+    ) -> None:
+        """Tell `callback` the pool's connectivity now and at every change: READY if any endpoint's channel is."""
+        self._connectivity.subscribe(callback, connect=bool(try_to_connect))
+
+    def unsubscribe(self, callback: Callable[[grpc.ChannelConnectivity], None]) -> None:
+        """Stop telling `callback`."""
+        self._connectivity.unsubscribe(callback)
+
+    def close(self) -> None:
+        """End every running call with CANCELLED and refuse new ones. Idempotent."""
+        self._hub.closed = True
+        self._connectivity.close()
+        for peer in self._peers.close():
+            peer.channel.close()
+
+    def _forked(self) -> None:
+        self._peers.abandon()
+        self._connectivity = Connectivity(self._hub, self._peers)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Method:
+    """One method of one kind: how its requests become bytes, and where its multicallables are found."""
+
+    def __init__(
+        self,
+        channel: RoutedChannel,
+        kind: str,
+        method: str,
+        serializer: Callable[[Any], bytes] | None,
+        deserializer: Callable[[bytes], Any] | None,
+        registered: bool | None,
+    ) -> None:
+        self._hub = channel._hub  # noqa: SLF001  (one class in two parts)
+        self._peers = channel._peers  # noqa: SLF001
+        self._method = method
+        self._serializer = serializer
+        self._one = kind.startswith("unary")
+        self._streaming = kind != "unary_unary"
+        # A single request is serialized here, once for all attempts and for the prompt that is read in it.
+        self._key = kind, method, None if self._one else serializer, deserializer, registered
+        self._unrouted_key = kind, method, serializer, deserializer, registered
+
+    def _begin(self, request: Any, timeout: float | None, metadata: Any, patient: bool | None) -> tuple[Rpc, Any]:
+        """The RPC, and what carries its request: bytes, or Requests."""
+        hub = self._hub
+        if hub.closed:
+            msg = "Cannot invoke RPC on closed channel!"
+            raise ValueError(msg)
+        body = self._serialized(request) if self._one else Requests(request)
+        data: Any = body if self._one else None
+        how = {"patient": bool(patient), "streaming": self._streaming}
+        return hub.begin(self._peers, self._method, data, timeout, metadata, **how), body
+
+    def _unrouted(self, timeout: float | None, metadata: Any) -> tuple[Any, Any] | None:
+        """The multicallable and metadata of a call that the kill switch or the rollout leaves unrouted."""
+        if not self._hub.settled:
+            self._hub.router.ready(timeout)
+        found = self._hub.unrouted(self._peers, metadata)
+        return found and (found[0].bind(self._unrouted_key), found[1])
+
+    def _serialized(self, request: Any) -> bytes:
+        if self._serializer is None:
+            return request  # type: ignore[no-any-return]
+        try:
+            return self._serializer(request)
+        except Exception:
+            _LOGGER.exception(SERIALIZING)
+            raise EndedCall(grpc.StatusCode.INTERNAL, SERIALIZING) from None
+
+    def _answer(
+        self, request: Any, timeout: float | None, metadata: Any, credentials: Any, patient: bool | None, compression: Any
+    ) -> tuple[Any, grpc.Call]:
+        """The response and the call that gave it: attempts in a row until one answers or no other is due."""
+        plain = self._unrouted(timeout, metadata)
+        if plain is not None:
+            return plain[0].with_call(request, timeout, plain[1], credentials, patient, compression)  # type: ignore[no-any-return]
+        rpc, body = self._begin(request, timeout, metadata, patient)
+        try:
+            while True:
+                peer = _next_peer(rpc)
+                if peer is None:
+                    continue
+                send = peer.bind(self._key).with_call
+                data = body if self._one else body.view()
+                try:
+                    response, call = send(data, rpc.timeout(), rpc.headers(), credentials, None, compression)
+                except grpc.RpcError as error:
+                    sent = not self._one and body.sent
+                    trailing: Any = error.trailing_metadata()
+                    if self._hub.closed or not rpc.failed(error.code(), error.details(), trailing, sent):
+                        rpc.note(error)
+                        raise
+                    rpc.cause = error
+                else:
+                    rpc.succeeded(call.trailing_metadata())
+                    return response, call
+        finally:
+            if rpc.attempt is not None:
+                rpc.cancelled()
+
+    def _fly(
+        self,
+        how: str,
+        request: Any,
+        timeout: float | None,
+        metadata: Any,
+        credentials: Any,
+        patient: bool | None,
+        compression: Any,
+    ) -> Any:
+        """A call that is also a future or an iterator; `how` names the multicallable's way to begin one."""
+        plain = self._unrouted(timeout, metadata)
+        if plain is not None:
+            return getattr(plain[0], how)(request, timeout, plain[1], credentials, patient, compression)
+        rpc, body = self._begin(request, timeout, metadata, patient)
+
+        def start(peer: Peer, rpc: Rpc) -> Any:
+            data = body if self._one else body.view()
+            send = getattr(peer.bind(self._key), how)
+            return send(data, rpc.timeout(), rpc.headers(), credentials, None, compression)
+
+        flight = Flight(rpc, start, None if self._one else body)
+        flight.launch()
+        return RoutedCall(flight)
+
+
+def _next_peer(rpc: Rpc) -> Peer | None:
+    try:
+        wait = rpc.delay()
+        if wait > 0:
+            time.sleep(wait)
+            return None
+        return rpc.next()
+    except (NoEndpointAvailable, DeadlineExceeded) as error:
+        if rpc.cause is not None and isinstance(error, NoEndpointAvailable):
+            rpc.note(rpc.cause)
+            raise rpc.cause from None
+        raise ended(error) from None
+
+
+class UnaryUnary(_Method, grpc.UnaryUnaryMultiCallable):  # type: ignore[type-arg]
+    """One request, one response. Arguments and results are those of `grpc.UnaryUnaryMultiCallable`."""
+
+    def __call__(
+        self,
+        request: Any,
+        timeout: float | None = None,
+        metadata: Any = None,
+        credentials: grpc.CallCredentials | None = None,
+        wait_for_ready: bool | None = None,
+        compression: grpc.Compression | None = None,
+    ) -> Any:
+        """The response. Raises grpc.RpcError."""
+        return self._answer(request, timeout, metadata, credentials, wait_for_ready, compression)[0]
+
+    def with_call(
+        self,
+        request: Any,
+        timeout: float | None = None,
+        metadata: Any = None,
+        credentials: grpc.CallCredentials | None = None,
+        wait_for_ready: bool | None = None,
+        compression: grpc.Compression | None = None,
+    ) -> tuple[Any, grpc.Call]:
+        """The response and the call that gave it. Raises grpc.RpcError."""
+        return self._answer(request, timeout, metadata, credentials, wait_for_ready, compression)
+
+    def future(
+        self,
+        request: Any,
+        timeout: float | None = None,
+        metadata: Any = None,
+        credentials: grpc.CallCredentials | None = None,
+        wait_for_ready: bool | None = None,
+        compression: grpc.Compression | None = None,
+    ) -> Any:
+        """A call and future; its retries block nobody."""
+        return self._fly("future", request, timeout, metadata, credentials, wait_for_ready, compression)
+
+
+class UnaryStream(_Method, grpc.UnaryStreamMultiCallable):  # type: ignore[type-arg]
+    """One request, a stream of responses. Arguments and results are those of `grpc.UnaryStreamMultiCallable`."""
+
+    def __call__(
+        self,
+        request: Any,
+        timeout: float | None = None,
+        metadata: Any = None,
+        credentials: grpc.CallCredentials | None = None,
+        wait_for_ready: bool | None = None,
+        compression: grpc.Compression | None = None,
+    ) -> Any:
+        """An iterator of responses that is also the call."""
+        return self._fly("__call__", request, timeout, metadata, credentials, wait_for_ready, compression)
+
+
+class StreamUnary(_Method, grpc.StreamUnaryMultiCallable):  # type: ignore[type-arg]
+    """A stream of requests, one response. Arguments and results are those of `grpc.StreamUnaryMultiCallable`."""
+
+    def __call__(
+        self,
+        request_iterator: Iterator[Any],
+        timeout: float | None = None,
+        metadata: Any = None,
+        credentials: grpc.CallCredentials | None = None,
+        wait_for_ready: bool | None = None,
+        compression: grpc.Compression | None = None,
+    ) -> Any:
+        """The response. Raises grpc.RpcError."""
+        return self._answer(request_iterator, timeout, metadata, credentials, wait_for_ready, compression)[0]
+
+    def with_call(
+        self,
+        request_iterator: Iterator[Any],
+        timeout: float | None = None,
+        metadata: Any = None,
+        credentials: grpc.CallCredentials | None = None,
+        wait_for_ready: bool | None = None,
+        compression: grpc.Compression | None = None,
+    ) -> tuple[Any, grpc.Call]:
+        """The response and the call that gave it. Raises grpc.RpcError."""
+        return self._answer(request_iterator, timeout, metadata, credentials, wait_for_ready, compression)
+
+    def future(
+        self,
+        request_iterator: Iterator[Any],
+        timeout: float | None = None,
+        metadata: Any = None,
+        credentials: grpc.CallCredentials | None = None,
+        wait_for_ready: bool | None = None,
+        compression: grpc.Compression | None = None,
+    ) -> Any:
+        """A call and future."""
+        return self._fly("future", request_iterator, timeout, metadata, credentials, wait_for_ready, compression)
+
+
+class StreamStream(_Method, grpc.StreamStreamMultiCallable):  # type: ignore[type-arg]
+    """A stream of requests, a stream of responses; see `grpc.StreamStreamMultiCallable`."""
+
+    def __call__(
+        self,
+        request_iterator: Iterator[Any],
+        timeout: float | None = None,
+        metadata: Any = None,
+        credentials: grpc.CallCredentials | None = None,
+        wait_for_ready: bool | None = None,
+        compression: grpc.Compression | None = None,
+    ) -> Any:
+        """An iterator of responses that is also the call."""
+        return self._fly("__call__", request_iterator, timeout, metadata, credentials, wait_for_ready, compression)

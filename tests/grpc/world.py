@@ -1,0 +1,187 @@
+"""Real grpcio servers with generic handlers (bytes in, bytes out: no protobuf), and channels to them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent import futures
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+import gpuroute
+import gpuroute.grpc
+import gpuroute.grpc.aio
+from gpuroute.core.endpoint import Endpoint
+from gpuroute.testing import FakeRegistry
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SERVICE = "test.Service"
+
+
+def method(name: str) -> str:
+    return f"/{SERVICE}/{name}"
+
+
+class Service:
+    """Behaviours by method name. `received` counts calls that reached a handler; `release` ends the slow ones."""
+
+    def __init__(self, name: str = "") -> None:
+        self.name = name.encode()
+        self.received = 0
+        self.metadata: list[tuple[tuple[str, Any], ...]] = []
+        self.requests: list[bytes] = []
+        self.release = threading.Event()
+        self.cancelled = threading.Event()
+        self.fail_next: list[grpc.StatusCode] = []
+        self.trailing: tuple[tuple[str, Any], ...] = ()
+
+    def _enter(self, context: grpc.ServicerContext) -> None:
+        self.received += 1
+        self.metadata.append(tuple((k, v) for k, v in context.invocation_metadata() if k != "user-agent"))
+        if self.trailing:
+            context.set_trailing_metadata(self.trailing)
+        if self.fail_next:
+            context.abort(self.fail_next.pop(0), "told to fail")
+
+    def echo(self, request: bytes, context: grpc.ServicerContext) -> bytes:
+        self._enter(context)
+        self.requests.append(request)
+        sent = [(k, v) for k, v in context.invocation_metadata() if k.startswith("echo-")]
+        context.send_initial_metadata((("initial", "one"), *sent))
+        context.set_trailing_metadata((("trailing", "two"), ("trailing-bin", b"\x00\xff"), *self.trailing))
+        return request
+
+    def who(self, request: bytes, context: grpc.ServicerContext) -> bytes:
+        self._enter(context)
+        return self.name
+
+    def fail(self, request: bytes, context: grpc.ServicerContext) -> bytes:
+        self._enter(context)
+        context.set_trailing_metadata((("why", "because"),))
+        context.abort(grpc.StatusCode[request.decode()], f"failed with {request.decode()}")
+
+    def explode(self, request: bytes, context: grpc.ServicerContext) -> bytes:
+        self._enter(context)
+        raise ValueError("a bug in the application")
+
+    def slow(self, request: bytes, context: grpc.ServicerContext) -> bytes:
+        context.add_callback(self.cancelled.set)
+        self._enter(context)
+        self.release.wait(20)
+        return request
+
+    def big(self, request: bytes, context: grpc.ServicerContext) -> bytes:
+        self._enter(context)
+        return b"x" * int(request)
+
+    def count(self, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+        context.add_callback(self.cancelled.set)
+        self._enter(context)
+        context.send_initial_metadata((("initial", "one"),))
+        number, _, then = request.decode().partition(" ")
+        for i in range(int(number)):
+            yield b"%d" % i
+        if then == "wait":
+            self.release.wait(20)
+        elif then:
+            context.abort(grpc.StatusCode[then], "after some messages")
+        context.set_trailing_metadata((("trailing", "two"),))
+
+    def collect(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+        self._enter(context)
+        return b",".join(requests)
+
+    def refuse(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+        self._enter(context)
+        context.abort(grpc.StatusCode.FAILED_PRECONDITION, "reads nothing")
+
+    def chat(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        context.add_callback(self.cancelled.set)
+        self._enter(context)
+        context.send_initial_metadata((("initial", "one"),))
+        for request in requests:
+            if request == b"end":
+                context.set_trailing_metadata((("trailing", "two"),))
+                return
+            if request == b"fail":
+                context.abort(grpc.StatusCode.INTERNAL, "in the middle")
+            yield b"re:" + request
+
+    def handlers(self) -> grpc.GenericRpcHandler:
+        unary, server = grpc.unary_unary_rpc_method_handler, grpc.unary_stream_rpc_method_handler
+        client, both = grpc.stream_unary_rpc_method_handler, grpc.stream_stream_rpc_method_handler
+        ones = {name: unary(getattr(self, name.lower())) for name in ("Echo", "Who", "Fail", "Explode", "Slow", "Big")}
+        return grpc.method_handlers_generic_handler(
+            SERVICE,
+            {
+                **ones,
+                "Count": server(self.count),
+                "Collect": client(self.collect),
+                "Refuse": client(self.refuse),
+                "Chat": both(self.chat),
+            },
+        )
+
+
+class Server:
+    """One running server; `url` is its registry URL."""
+
+    def __init__(self, name: str = "", port: int = 0, *, credentials: Any = None, options: Any = (), threads: int = 32):
+        self.service = Service(name)
+        how = [("grpc.so_reuseport", 0), *options]
+        self._server = grpc.server(futures.ThreadPoolExecutor(threads), options=how)
+        self._server.add_generic_rpc_handlers((self.service.handlers(),))
+        address = f"127.0.0.1:{port}"
+        secure = self._server.add_secure_port
+        self.port = secure(address, credentials) if credentials else self._server.add_insecure_port(address)
+        self.target = f"ipv4:127.0.0.1:{self.port}"
+        self.url = f"grpc://127.0.0.1:{self.port}"
+        self._server.start()
+
+    def stop(self, grace: float | None = None) -> None:
+        self.service.release.set()
+        self._server.stop(grace).wait(10)
+
+
+@contextmanager
+def servers(count: int, **how: Any) -> Iterator[list[Server]]:
+    running = [Server(f"s{i}", **how) for i in range(count)]
+    try:
+        yield running
+    finally:
+        for server in running:
+            server.stop()
+
+
+def refused_url() -> str:
+    """A URL at which nobody listens."""
+    import socket
+
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return f"grpc://127.0.0.1:{sock.getsockname()[1]}"
+
+
+def router_of(*endpoints: str | Endpoint, **settings: Any) -> gpuroute.Router:
+    """A router over these endpoints (pool `p`); breakers stay out of the way unless asked for."""
+    return gpuroute.Router(FakeRegistry({"p": list(endpoints)}), **({"breaker_failures": 1000} | settings))
+
+
+def endpoint(server: Server, **fields: Any) -> Endpoint:
+    return Endpoint(id=fields.pop("id", server.url), url=fields.pop("url", server.url), **fields)
+
+
+def in_flight(router: gpuroute.Router) -> int:
+    return sum(view.in_flight for view in router.snapshot().pools["p"].endpoints)
+
+
+def drained(router: gpuroute.Router, within: float = 5.0) -> bool:
+    """True once nothing is in flight; False if that does not come true."""
+    until = time.monotonic() + within
+    while in_flight(router) and time.monotonic() < until:
+        time.sleep(0.005)
+    return in_flight(router) == 0
