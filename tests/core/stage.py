@@ -51,6 +51,7 @@ class Stage:
         **rules: Any,
     ) -> None:
         self.clock = FakeClock(now)
+        self.oversleep = 0.0
         self.random = Random(seed)
         self.rules = PoolRules(**{"policy": "p2c", **rules})
         make_lock = {"make_lock": threading.Lock} if threads else {}
@@ -83,7 +84,7 @@ class Stage:
         call, clock = self.call(**options), self.clock
         while True:
             while (pause := call.delay(clock())) > 0:
-                clock.sleep(pause)
+                clock.sleep(pause + self.oversleep)
             attempt = call.next_attempt(clock())
             outcome, how = answer(attempt)
             if how.get("answered") or outcome is Outcome.SUCCESS:

@@ -141,8 +141,7 @@ def test_x1_an_outage_of_five_seconds_is_soon_over(panic: str) -> None:
         try:
             call = stage.drive(lambda _, down=is_down: REFUSED if down else OK, timeout=10.0, attempts=1)  # type: ignore[misc]
             failed = outcome_of(call) is not Outcome.SUCCESS
-        except NoEndpointAvailable as error:
-            assert error.retry_after is None or error.retry_after <= 1.2 * open_s
+        except NoEndpointAvailable:
             failed = True
         last_failure = stage.clock() - start if failed else last_failure
         stage.clock.advance(0.05)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from stage import OK, REFUSED, Stage, endpoints, places
 
-from gpuroute.core.breaker import BreakerState
+from gpuroute.core.breaker import BreakerRules, BreakerState
 from gpuroute.core.candidates import Ask
 from gpuroute.core.endpoint import Capacity, State
 from gpuroute.core.outcome import Outcome
@@ -113,7 +113,7 @@ def test_only_a_newcomer_ramps_and_not_a_fleet_that_is_all_new() -> None:
 
 
 def test_a_ramp_is_climbed_by_completed_calls_not_by_failures() -> None:
-    stage = Stage(2)
+    stage = Stage(2, breaker=BreakerRules(failures=0))
     stage.update(3)
     state = stage.state("gpu-2")
     for _ in range(RAMP_CALLS):

@@ -169,4 +169,4 @@ class Breaker:
         self.trips = min(self.trips + 1, 30)
         self.failures = 0
         self.window = None
-        self.bystanders = set(tuple(in_flight))
+        self.bystanders = set(in_flight)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from gpuroute.errors import ConfigError
 
 BUCKETS = 10
+ROUNDING = 1e-9  # ten deposits of a tenth pay for one
 
 
 class Budget:
@@ -39,13 +40,13 @@ class Budget:
 
     def try_withdraw(self, now: float, amount: float = 1.0) -> bool:
         """Take `amount` for an extra attempt, or leave everything as it is and return False."""
-        if self.balance(now) < amount:
+        if self.balance(now) < amount - ROUNDING:
             return False
         self._add(now, -amount)
         return True
 
     def balance(self, now: float) -> float:
-        """What could be withdrawn now; never negative."""
+        """What could be withdrawn now; never negative. Forgets what has left the window, so it needs the lock too."""
         self._roll(now)
         return max(0.0, self._balance + self.floor * self.window)
 

@@ -66,7 +66,7 @@ class Call:
         self.ask = ask or Ask()
         self.started = now
         self.deadline = INF if timeout is None else now + timeout
-        self.attempts = attempts or pool.rules.retry.attempts
+        self.attempts = pool.rules.retry.attempts if attempts is None else attempts
         self.replayable = replayable
         self.history: list[Attempt] = []
         self.tried = Tried()
@@ -144,6 +144,7 @@ class Call:
             attempt.state.pause(now + rules.pause(retry_after, self.pool.shared.random))
         if outcome.health < 0:
             self.tried.failed(attempt.state)
+        answered = answered or outcome is Outcome.OVERLOADED  # who says "busy" was not killed by this request
         if not outcome.retryable or self.is_live or not self._may_repeat(reached, answered=answered):
             return False
         return self._schedule(reached, outcome, now)
@@ -182,11 +183,13 @@ class Call:
         pool, signals = self.pool, self.pool.shared.signals
         if not self.replayable or len(self.history) >= self.attempts or now >= self.deadline:
             return None
-        if len(self.tried) >= len(pool.snapshot.routable):
+        if not any(state.admitted and state not in self.tried.states for state in pool.snapshot.routable):
             return None
         extra = pool.hedges if pool.rules.hedge.hedge else pool.reroutes
         with pool.shared.lock:
-            paid = extra.try_withdraw(now, self.work) and pool.budget.try_withdraw(now, self.work)
+            paid = extra.balance(now) >= self.work and pool.budget.try_withdraw(now, self.work)
+            if paid:
+                extra.try_withdraw(now, self.work)
         attempt = pool.acquire(self.ask, now, self.tried, len(self.history) + 1) if paid else None
         if attempt is None:
             signals.hedges_denied += 1
@@ -217,7 +220,8 @@ class Call:
         elsewhere = any(state.admitted and state not in self.tried for state in pool.snapshot.routable[:64])
         at_once = elsewhere and (reached is READY or outcome is Outcome.OVERLOADED)
         wait = 0.0 if at_once else pool.rules.retry.backoff(len(self.history), random)
-        if now + wait >= self.deadline:
+        # A pause that outlasts the deadline: the server's own "busy" tells the caller more than our "nobody" would.
+        if now + max(wait, pool.pause_left(now)) >= self.deadline:
             return False
         with pool.shared.lock:
             paid = pool.budget.try_withdraw(now, self.work)

@@ -124,12 +124,14 @@ def describe_endpoint(state: EndpointState, now: float) -> EndpointView:
 
 def describe_pool(pool: Pool, now: float) -> PoolView:
     """A copy of what is known of one pool."""
+    with pool.shared.lock:
+        budget = pool.budget.balance(now)
     return PoolView(
         name=pool.name,
         policy=pool.rules.policy,
         disabled=pool.spec.config.disabled,
         in_flight=len(pool.shared.in_flight),
-        budget=pool.budget.balance(now),
+        budget=budget,
         signals=pool.shared.signals.as_dict(),
         endpoints=tuple(describe_endpoint(state, now) for state in pool.snapshot.states),
     )
@@ -163,7 +165,8 @@ def _closed(state: EndpointState) -> str:
         return str(endpoint.state)
     if state.admitted:
         return ""
-    return ", ".join(f"{name} limit {cap:g}" for name, cap in state.caps.items() if len(state.in_flight) >= cap)
+    caps = tuple(state.caps.items())
+    return ", ".join(f"{name} limit {cap:g}" for name, cap in caps if len(state.in_flight) >= cap)
 
 
 def _age(moment: float | None, now: float) -> float | None:

@@ -6,6 +6,7 @@ random source, which would break the simulator's byte-identical runs; see docs/d
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -38,6 +39,6 @@ class RetryRules:
 
     def pause(self, retry_after: float | None, random: Callable[[], float]) -> float:
         """Seconds for which an overloaded endpoint gets nothing new."""
-        if retry_after is None:
+        if retry_after is None or math.isnan(retry_after):
             return self.overload_pause * (0.5 + random())
         return min(max(retry_after, 0.0), self.max_pause)
