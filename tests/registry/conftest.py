@@ -4,7 +4,6 @@ import uuid
 from typing import TYPE_CHECKING
 
 import pytest
-
 from registry.etcd_server import EtcdCluster
 from registry.watching import Writer, quick
 

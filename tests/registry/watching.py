@@ -8,7 +8,7 @@ import selectors
 import socket
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from gpuroute.registry.etcd_client import EtcdClient
 from gpuroute.registry.etcd_config import EtcdConfig
@@ -39,7 +39,7 @@ class Watcher:
         self._news = threading.Condition()
         self.subscription = registry.subscribe(self._on_change)
 
-    def __enter__(self) -> Watcher:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -142,7 +142,7 @@ class Proxy:
         self.accepted = 0
         threading.Thread(target=self._accept, daemon=True).start()
 
-    def __enter__(self) -> Proxy:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:

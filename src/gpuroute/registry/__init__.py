@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 from urllib.parse import unquote, urlsplit
 
 from gpuroute.errors import ConfigError, RegistryUnavailable
-from gpuroute.forms import Secret
 
 if TYPE_CHECKING:
-    from gpuroute.config import Settings
+    from gpuroute.config import Secret, Settings
     from gpuroute.core.fleet import Fleet, Registry
 
 __all__ = ["EtcdOptions", "etcd_options", "first_fleet", "open_registry"]

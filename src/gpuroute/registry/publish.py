@@ -59,6 +59,8 @@ class Publisher:
 
     def trouble(self, error: str | None) -> None:
         """Note what is wrong with the registry as a whole, or with None that it is well."""
+        if self.closed:
+            return
         if error and not self.error:
             log.warning("registry %s: %s", self._source, error)
         elif self.error and not error:

@@ -253,9 +253,11 @@ def endpoint_record(endpoint: Endpoint, *, secrets: bool = True) -> dict[str, An
     return record
 
 
-def config_record(config: PoolConfig) -> dict[str, Any]:
-    """The JSON record of a pool's settings."""
+def config_record(config: PoolConfig, *, secrets: bool = True) -> dict[str, Any]:
+    """The JSON record of a pool's settings; with `secrets=False` the salt is masked."""
     record = _changed(config)
+    if not secrets and config.salt:
+        record["salt"] = "***"
     return {**record.pop("options", {}), **record}
 
 

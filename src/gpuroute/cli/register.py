@@ -1,0 +1,115 @@
+"""`gpuroute register`: one endpoint in the registry for as long as this command runs.
+
+For engines without an agent: it states that the endpoint is there, not that it is well. Progress goes to stderr, one
+line for each change of fortune; SIGTERM and SIGINT remove the endpoint and end with exit code 0.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gpuroute.config import Settings
+from gpuroute.errors import ConfigError
+from gpuroute.registry import etcd_options
+from gpuroute.registry.schema import default_id, parse_endpoint
+
+if TYPE_CHECKING:
+    import argparse
+
+    from gpuroute.core.endpoint import Endpoint
+
+# Options that are fields of the record as they are; the others need a word of their own in `_record`.
+_TEXTS = ("protocol", "engine", "model", "version", "authority", "zone", "region", "state", "agent")
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the command."""
+    parser = subparsers.add_parser("register", help="keep an endpoint in the registry until SIGTERM")
+    parser.add_argument("url", help="where the engine listens, e.g. http://10.0.0.7:8000")
+    parser.add_argument("--registry", help="etcd://h1:2379,h2:2379/prefix or etcds://... (default: GPUROUTE_REGISTRY)")
+    parser.add_argument("--pool", default="default", help="pool to join (default: %(default)s)")
+    parser.add_argument("--id", help="id within the pool (default: host:port of the URL)")
+    parser.add_argument("--ttl", type=float, default=10.0, help="seconds that the record outlives this process")
+    parser.add_argument("--record", help="JSON file with further fields, such as headers or tls; options win")
+    parser.add_argument("--weight", type=float, help="share of calls relative to the others, 0 drains")
+    parser.add_argument("--gpu", metavar="KIND", help="GPU kind, e.g. H100")
+    parser.add_argument("--gpu-count", type=int, metavar="N", help="GPUs behind the endpoint")
+    parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="memory of one GPU")
+    parser.add_argument("--max-in-flight", type=int, metavar="N", help="most calls at a time, of each client")
+    parser.add_argument("--adapter", action="append", metavar="NAME", help="LoRA adapter served (repeatable)")
+    parser.add_argument("--label", action="append", metavar="NAME=VALUE", help="label (repeatable)")
+    for name in _TEXTS:
+        parser.add_argument(f"--{name}", help=argparse_help(name))
+
+
+def argparse_help(name: str) -> str:
+    """The help of an option that is a field of the record."""
+    return {"state": "ready, warming, draining or cold", "protocol": "http or grpc"}.get(name, f"the record's `{name}`")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Register until a signal arrives. ConfigError or InvalidRecord, at once, for what can never work."""
+    from gpuroute.registry.etcd_config import EtcdConfig
+    from gpuroute.registry.lease import Registration
+
+    settings = Settings.from_env(registry=args.registry)
+    if not (settings.registry or "").startswith(("etcd://", "etcds://")):
+        raise ConfigError("register writes to etcd: expected --registry (or GPUROUTE_REGISTRY) to be etcd:// or etcds://")
+    endpoint = _endpoint(args)
+    config = EtcdConfig.from_url(settings.registry or "", **etcd_options(settings))
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    registration = Registration(config, args.pool, endpoint, ttl=args.ttl, report=_say)
+    stop.wait()
+    registration.close()
+    return 0
+
+
+def _endpoint(args: argparse.Namespace) -> Endpoint:
+    record = _record(args)
+    ident = args.id or str(record.pop("id", "")) or default_id(args.url)
+    return parse_endpoint(record, id=ident, key=f"{args.pool}/{ident}")
+
+
+def _record(args: argparse.Namespace) -> dict[str, Any]:
+    record = _read(args.record) if args.record else {}
+    gpu = {"kind": args.gpu, "count": args.gpu_count, "memory_gib": args.gpu_memory}
+    given = {name: getattr(args, name) for name in ("url", "weight", *_TEXTS)}
+    given |= {"adapters": args.adapter, "started_at": record.get("started_at", round(time.time(), 3))}
+    given |= {"gpu": {**record.get("gpu", {}), **_given(gpu)} or None}
+    given |= {"labels": {**record.get("labels", {}), **_labels(args.label or [])} or None}
+    if args.max_in_flight is not None:
+        given |= {"capacity": {**record.get("capacity", {}), "max_in_flight": args.max_in_flight}}
+    return {**record, **_given(given)}
+
+
+def _given(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _labels(texts: list[str]) -> dict[str, str]:
+    for text in texts:
+        if "=" not in text:
+            raise ConfigError(f"--label {text!r}: expected NAME=VALUE")
+    return dict(text.split("=", 1) for text in texts)
+
+
+def _read(path: str) -> dict[str, Any]:
+    try:
+        record = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--record {path!r}: {error}; expected a JSON file") from None
+    if not isinstance(record, dict):
+        raise ConfigError(f"--record {path!r}: expected one JSON object")
+    return record
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
