@@ -326,7 +326,7 @@ def test_r8_affinity_does_not_hold_a_call_at_a_busy_host() -> None:
 
 
 def test_r9_no_attempt_begins_after_the_deadline_and_the_error_tells_each_one() -> None:
-    stage = Stage(3, outliers=NO_EJECTION)
+    stage = Stage(1, outliers=NO_EJECTION)
     start, begun = stage.clock(), []
 
     def slow(attempt: Attempt) -> Answer:
