@@ -63,6 +63,15 @@ def test_completion_and_its_stream_say_the_same(client: httpx2.Client) -> None:
     assert (events[6]["choices"], events[6]["usage"]["completion_tokens"], events[7]) == ([], 6, "[DONE]")
 
 
+def test_stream_interval_packs_tokens_after_the_first() -> None:
+    with GpuServer(stream_interval=4, time_scale=0.0) as server, httpx2.Client(base_url=server.url) as client:
+        events = sse(complete(client, stream=True, max_tokens=10))[:-1]
+    texts = [event["choices"][0]["text"] for event in events]
+    assert [len(part.encode()) // 4 for part in texts] == [1, 4, 4, 1]
+    assert "".join(texts) == answer("Once upon a time", 10)
+    assert [event["choices"][0]["finish_reason"] for event in events] == [None, None, None, "length"]
+
+
 def test_openai_sdk(server: GpuServer) -> None:
     messages = [{"role": "user", "content": "hi"}]
     with openai.OpenAI(base_url=server.url + "/v1", api_key="k", max_retries=0) as sdk:
@@ -333,7 +342,9 @@ def test_exactly_the_ordered_events_leave_before_the_drop(server: GpuServer) -> 
 @pytest.mark.parametrize(("stream", "after"), [(False, 0), (True, 0), (False, 5)])
 def test_drop_before_or_inside_a_whole_answer(client: httpx2.Client, server: GpuServer, stream: bool, after: int) -> None:
     server.drop_mid_stream(after, count=1)
-    with pytest.raises(httpx2.RemoteProtocolError, match="without sending a response" if not after else "complete message"):
+    with pytest.raises(
+        httpx2.RemoteProtocolError, match="without sending a response" if not after else "complete message"
+    ):
         complete(client, stream=stream)
     assert complete(client).status_code == 200
 

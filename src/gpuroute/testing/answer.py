@@ -29,16 +29,18 @@ class Answer:
         job: Job,
         reply: Reply,
         arrival: Arrival,
+        form: Format,
         *,
         fault: Fault | None,
+        interval: int,
         load_header: Callable[[], list[tuple[str, str]]],
         on_end: Callable[[Answer, str], None],
     ) -> None:
-        self.ask, self.job, self.reply, self.arrival = ask, job, reply, arrival
-        self._fault, self._load_header, self._on_end = fault, load_header, on_end
+        self.ask, self.job, self.reply, self.arrival, self.form = ask, job, reply, arrival, form
+        self._fault, self._interval = fault, interval
+        self._load_header, self._on_end = load_header, on_end
         self._context = text.extend(0, ask.prompt)
         self._emitted = 0
-        self._text: list[str] = []
         self.finish = "stop" if ask.max_tokens is None else "length"
 
     @property
@@ -75,19 +77,25 @@ class Answer:
 
 
 class StreamedAnswer(Answer):
-    """An answer as server-sent events, one per token."""
-
-    form: Format
+    """An answer as server-sent events: the first token alone, then one event per `interval` tokens."""
 
     def progress(self, job: Job) -> None:
         """The engine made tokens: send those that are new."""
         if not self._emitted:
             self._open()
-        while self._emitted < job.generated and not self._strike():
-            last = job.done and self._emitted + 1 == job.generated
-            self.reply.event(self.form.token(self._next(), self.finish if last else None))
+        while (size := self._due(job)) and not self._strike():
+            words = "".join([self._next() for _ in range(size)])
+            last = job.done and self._emitted == job.generated
+            self.reply.event(self.form.token(words, self.finish if last else None))
         if job.done and self._emitted == job.generated and not self._strike():
             self._close()
+
+    def _due(self, job: Job) -> int:
+        """Tokens that make the next event; 0 = not yet."""
+        ready = job.generated - self._emitted
+        if not self._emitted:
+            return min(ready, 1)
+        return min(ready, self._interval) if ready >= self._interval or job.done else 0
 
     def _open(self) -> None:
         if self._strike():
@@ -108,8 +116,6 @@ class StreamedAnswer(Answer):
 class WholeAnswer(Answer):
     """An answer in one piece, with the load header that vLLM puts on these only."""
 
-    form: Format
-
     def progress(self, job: Job) -> None:
         """The engine made tokens: answer when it made all."""
         if not job.done or self.reply.done:
@@ -125,8 +131,8 @@ class WholeAnswer(Answer):
         self.reply.send(200, body, headers=self._load_header())
 
     def _body(self, job: Job) -> bytes:
-        self._text = [self._next() for _ in range(job.generated)]
-        return self.form.whole("".join(self._text), self.finish, self.usage)
+        words = "".join([self._next() for _ in range(job.generated)])
+        return self.form.whole(words, self.finish, self.usage)
 
 
 class EmbeddingsAnswer(WholeAnswer):

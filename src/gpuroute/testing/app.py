@@ -169,8 +169,17 @@ class App:
         job = Job(ask.prompt_tokens, tokens, text.block_hashes(ask.prompt))
         load_header = partial(self._load_header, request.header("endpoint-load-metrics-format"))
         cls = EmbeddingsAnswer if ask.kind == "embeddings" else StreamedAnswer if ask.stream else WholeAnswer
-        answer = cls(ask, job, reply, arrival, fault=fault, load_header=load_header, on_end=self._end)
-        answer.form = self._format(ask)
+        answer = cls(
+            ask,
+            job,
+            reply,
+            arrival,
+            self._format(ask),
+            fault=fault,
+            interval=self.options.stream_interval,
+            load_header=load_header,
+            on_end=self._end,
+        )
         if not self.engine.submit(job, answer.progress):
             raise ApiError(400, "the prompt does not fit into the KV cache")
         self._live[reply] = answer

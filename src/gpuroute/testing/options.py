@@ -13,8 +13,9 @@ class ServerOptions:
     second (0.1 = ten times faster than the real thing, 0 = answer at once). `port` 0 = chosen by the system.
     `model` "" = any model name is served. `max_queued`: more waiting requests than this are answered 503.
     `prefix`: a URL path that all routes live under. `early_headers`: streams send their head before the first token,
-    as vLLM does. `keepalive_requests`, `keepalive_s`: hang up after so many requests, or so many idle seconds
-    (0 = never). `startup_s`: until then `/health` and all requests answer 503, as while weights are loaded.
+    as vLLM does; `stream_interval`: tokens per event after the first, as vLLM's option of that name.
+    `keepalive_requests`, `keepalive_s`: hang up after so many requests, or so many idle seconds (0 = never).
+    `startup_s`: until then `/health` and all requests answer 503, as while weights are loaded.
     `certfile`, `keyfile`, `client_ca`: PEM paths; TLS if a certificate is given, mutual TLS if a client CA is.
     """
 
@@ -31,6 +32,7 @@ class ServerOptions:
     slowdown: float = 1.0
     prefix: str = ""
     early_headers: bool = True
+    stream_interval: int = 1
     keepalive_requests: int = 0
     keepalive_s: float = 0.0
     startup_s: float = 0.0
