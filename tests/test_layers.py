@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "registry": {"core", "config", "errors"},
     "router": {"core", "config", "registry", "engines", "errors"},
     "observe": {"core", "errors"},
-    "transports": {"router", "observe", "engines", "core", "errors", "config"},
+    "transports": {"router", "observe", "engines", "core", "errors", "config", "forms"},
     "public": {"transports", "router", "config", "registry", "engines", "core", "errors"},
     "agent": ANYTHING_PUBLIC,
     "sim": ANYTHING_PUBLIC,

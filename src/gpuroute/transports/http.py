@@ -66,13 +66,17 @@ class Primitives(Routes):
         self.router.ready(timeout)
 
     def _prompt(self, route: Route) -> None:
-        self._read(route)
+        route.read()
 
     def close(self) -> None:
         """Close the connections. The router is the caller's, and stays open. Idempotent."""
         self._all.close()
-        if self._all.plain is not None:
-            self._all.plain.close()
+        for plain in filter(None, (self._all.plain, self._given_plain)):
+            plain.close()
+
+    def let_go(self) -> None:
+        """Close the connections, but not the transport that was in this one's place before."""
+        self._all.close()
 
     def _after_fork(self) -> None:
         self._all.forget()
@@ -116,9 +120,9 @@ class AsyncPrimitives(Routes):
 
     async def _prompt(self, route: Route) -> None:
         if route.out.content is not None and len(route.out.content) > LARGE_BODY:
-            await asyncio.to_thread(self._read, route)
+            await asyncio.to_thread(route.read)
         else:
-            self._read(route)
+            route.read()
 
     async def aclose(self) -> None:
         """Close the connections of all loops. The router is the caller's, and stays open. Idempotent."""
@@ -126,16 +130,21 @@ class AsyncPrimitives(Routes):
         for loop, (pools, _) in list(self._by_loop.items()):
             if loop is here:
                 pools.close()
-                if pools.plain is not None:
-                    await pools.plain.aclose()
+                for plain in filter(None, (pools.plain, self._given_plain)):
+                    await plain.aclose()
             else:
                 with suppress(RuntimeError):  # that loop has ended, and closed them
                     loop.call_soon_threadsafe(pools.close)
 
-    def __del__(self) -> None:
-        for loop, (pools, _) in list(getattr(self, "_by_loop", {}).items()):
+    def let_go(self) -> None:
+        """Close the connections, but not the transport that was in this one's place before."""
+        for loop, (pools, _) in list(self._by_loop.items()):
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(pools.close)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_by_loop"):
+            self.let_go()
 
     def _after_fork(self) -> None:
         self._by_loop = {}
@@ -253,7 +262,7 @@ class Driver(Primitives):
         if chunk is None:
             source.close()
             trip.release()
-        trip.again = trip.answered(head)
+        trip.again = trip.answered(head, body)
         if chunk is not None and not trip.again:
             return trip.respond(head, reply.extensions, self._stream(trip, source, chunks, body + chunk))
         trip.drop()
@@ -365,7 +374,7 @@ class AsyncDriver(AsyncPrimitives):
         if chunk is None:
             await source.aclose()
             trip.release()
-        trip.again = trip.answered(head)
+        trip.again = trip.answered(head, body)
         if chunk is not None and not trip.again:
             return trip.respond(head, reply.extensions, self._stream(trip, source, chunks, body + chunk))
         trip.drop()

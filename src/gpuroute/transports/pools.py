@@ -207,7 +207,6 @@ class Pools:
                 del self._idle[connection]
                 if not connection.wire.stale:
                     connection.reused = True
-                    connection.wire.heard = False
                     return connection
                 connection.wire.close()
         return None
@@ -220,9 +219,8 @@ class Pools:
         """A connection whose response ended: keep it, or close it if it cannot serve again."""
         link = connection.link
         with self._lock:
-            usable = not link.departed and not self._closed and connection.http.is_idle() and not connection.wire.stale
+            usable = not link.departed and not self._closed and connection.http.is_idle()
             if usable and len(link.idle) < self._limits.idle:
-                connection.wire.until = None
                 connection.idle_since = time.monotonic()
                 link.idle.append(connection)
                 self._idle[connection] = None

@@ -43,7 +43,7 @@ _CREDENTIALS = frozenset((b"authorization", b"cookie", b"proxy-authorization", b
 class Route:
     """One call of the caller: what it asked, where it goes, and how far it is told to the observer."""
 
-    __slots__ = ("call", "ended", "name", "observer", "out", "pin", "pool", "prompt", "url")
+    __slots__ = ("call", "ended", "name", "observer", "out", "pin", "pool", "prompt")
 
     call: Call
     pool: Pool
@@ -53,9 +53,14 @@ class Route:
         self.name = name
         self.pin = pin
         self.prompt: Prompt | None = None
-        self.url: str | None = None
         self.observer: Observer = observer()
         self.ended = False
+
+    def read(self) -> Prompt | None:
+        """The prompt in the body; reads it the first time."""
+        if self.prompt is None:
+            self.prompt = read_prompt(self.out.path.decode("ascii", "replace"), self.out.content)
+        return self.prompt
 
     def conclude(self, now: float) -> None:
         """Tell the observer that the call ended. Idempotent."""
@@ -99,6 +104,7 @@ class Routes:
         self._local_address = local_address
         self._socket_options = tuple(socket_options or ())
         self._given_plain = plain
+        self.replaced: tuple[Any, Any] | None = None  # by `gpuroute.wrap`: the client's own transport and mounts
         self._salt = settings.salt.reveal() if settings.salt else None
         self._disabled = settings.disabled
         self._fallbacks: dict[str, Pool] = {}
@@ -145,9 +151,6 @@ class Routes:
             return False
         picker = route.pool.snapshot.picker
         return picker.wants_ladder or picker.ring is not None
-
-    def _read(self, route: Route) -> None:
-        route.prompt = read_prompt(route.out.path.decode("ascii", "replace"), route.out.content)
 
     def _open(self, route: Route) -> None:
         """Begin the call."""

@@ -30,10 +30,13 @@ class _Delivery:
         self._first = first
         self._open = True
 
-    def _checked(self, chunk: bytes, trip: Trip) -> bytes:
+    def _passed(self, chunk: bytes | None) -> bytes | None:
+        """Note a chunk that came after the first, or the end."""
+        trip = self._trip
         # An attempt that ended before its body (an error status) is not watched: the body is the message.
-        if trip.watch is not None and trip.attempt.outcome is None:
+        if chunk is not None and trip.watch is not None and trip.attempt.outcome is None:
             trip.watch.add(chunk)
+            trip.attempt.chunk(trip.settled.clock())
         return chunk
 
     def _broken(self, error: Exception) -> Exception:
@@ -91,8 +94,8 @@ class Stream(_Delivery):
         self._first = None
         try:
             while chunk is not None:
-                yield self._checked(chunk, self._trip)
-                chunk = next(self._chunks, None)
+                yield chunk
+                chunk = self._passed(next(self._chunks, None))
             self._source.close()
         except StreamFailed as failure:
             problem = self._broken(failure)
@@ -123,8 +126,8 @@ class AsyncStream(_Delivery):
         self._first = None
         try:
             while chunk is not None:
-                yield self._checked(chunk, self._trip)
-                chunk = await anext(self._chunks, None)
+                yield chunk
+                chunk = self._passed(await anext(self._chunks, None))
             await self._source.aclose()
         except StreamFailed as failure:
             problem = self._broken(failure)

@@ -11,8 +11,9 @@ import time
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from gpuroute.core.outcome import Outcome, http_outcome
+from gpuroute.core.outcome import Outcome
 from gpuroute.core.retry_after import parse_retry_after, parse_retry_after_ms
+from gpuroute.engines.answers import judge
 from gpuroute.transports.bodies import NAME, Sending
 from gpuroute.transports.library import noted
 from gpuroute.transports.sse import StreamFailed, Watch
@@ -153,8 +154,8 @@ class Trip:
     def use(self, connection: Connection) -> None:
         """Send by this connection, until the deadline at the latest."""
         self.connection = connection
-        if self.call.deadline != math.inf:
-            connection.wire.until = time.monotonic() + self.call.time_left(self.settled.clock())
+        endless = self.call.deadline == math.inf
+        connection.wire.begin(None if endless else time.monotonic() + self.call.time_left(self.settled.clock()))
 
     def may_resend(self, error: Exception) -> bool:
         """True if a kept-alive connection died without a word: the server had closed it while the request was on its way.
@@ -195,17 +196,22 @@ class Trip:
             return self.end(Outcome.REJECTED, name)
         return self.end(Outcome.TIMED_OUT if library.is_timeout(error) else Outcome.FAILED, name)
 
-    def answered(self, head: Head) -> bool:
+    def answered(self, head: Head, body: bytes) -> bool:
         """End the attempt by an error status; True if another one is due."""
-        pause = head.pause()
-        outcome = http_outcome(head.status, retry_after=pause is not None)
-        return self.end(outcome, str(head.status), retry_after=pause, answered=True)
+        claimed = head.status == 404 and self._claimed()
+        found = judge(self.link.endpoint.engine, head.status, body, retry_after=head.pause(), claimed=claimed)
+        reason = f"{head.status} {found.reason}".rstrip()
+        return self.end(found.outcome, reason, retry_after=found.retry_after, answered=True)
 
     def failed_inside(self, error: StreamFailed) -> bool:
         """End the attempt by an error event in its stream; True if another one is due."""
-        refused = 400 <= error.code < 500
-        outcome = http_outcome(error.code) if refused else Outcome.FAILED
-        return self.end(outcome, f"error event: {error}"[:200], answered=True)
+        found = judge(self.link.endpoint.engine, error.code or 500, str(error).encode())
+        return self.end(found.outcome, f"error event: {error}"[:200], answered=True)
+
+    def _claimed(self) -> bool:
+        """True if the registry says that this endpoint has the model that the body names."""
+        endpoint, prompt = self.link.endpoint, self.route.read()
+        return prompt is not None and prompt.model in (endpoint.model, *endpoint.adapters)
 
     def look_inside(self, head: Head, first: bytes | None, *, whole: bool) -> Exception | None:
         """Judge what is here before it is handed out: the first bytes, or all. The failure found in it, if any.

@@ -4,6 +4,7 @@ httpcore takes any stream with `read`, `write` and a close. Ours differ from its
 
 - a per-call `until` clips every read and write, so that a trickling answer cannot outlive the call's deadline;
 - `heard` tells whether any byte arrived since the last request began (may a stale connection be tried afresh?);
+- a request's head waits for the first of its body and leaves in one packet with it, as `begin` orders;
 - closing is synchronous and cannot be cancelled, so no cancellation between two awaits can leak a connection;
 - an idle asyncio connection notices the server's close at once instead of polling the socket before each use.
 
@@ -67,12 +68,14 @@ class Address:
 class Wire:
     """A blocking connection. Used by one thread at a time."""
 
-    __slots__ = ("_core", "_sock", "_timeout", "heard", "until")
+    __slots__ = ("_core", "_held", "_holds", "_sock", "_timeout", "heard", "until")
 
     def __init__(self, core: Core, sock: socket.socket) -> None:
         self._core = core
         self._sock = sock
         self._timeout: float | None = -1.0
+        self._holds = False
+        self._held = b""
         self.heard = False
         self.until: float | None = None
 
@@ -99,6 +102,12 @@ class Wire:
             raise core.ConnectError(str(error)) from error
         return cls(core, sock)
 
+    def begin(self, until: float | None) -> None:
+        """A request begins, which must end before `until` (monotonic seconds): hold its first write back."""
+        self._holds = True
+        self.heard = False
+        self.until = until
+
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
         """The next bytes, or b"" at the end. Raises ReadTimeout, ReadError."""
         try:
@@ -113,6 +122,11 @@ class Wire:
 
     def write(self, buffer: bytes, timeout: float | None = None) -> None:
         """Send all of it; the timeout holds for each piece. Raises WriteTimeout, WriteError."""
+        if self._holds:
+            self._holds, self._held = False, buffer
+            return
+        if self._held:
+            buffer, self._held = self._held + buffer, b""
         view = memoryview(buffer)
         try:
             while view:
@@ -169,6 +183,8 @@ class AsyncWire(asyncio.Protocol):
         self._reading: asyncio.Future[None] | None = None
         self._writing: asyncio.Future[None] | None = None
         self._full = False
+        self._holds = False
+        self._held = b""
         self.heard = False
         self.until: float | None = None
 
@@ -195,6 +211,12 @@ class AsyncWire(asyncio.Protocol):
             wire._transport.get_extra_info("socket").setsockopt(*option)
         return wire
 
+    def begin(self, until: float | None) -> None:
+        """A request begins, which must end before `until` (monotonic seconds): hold its first write back."""
+        self._holds = True
+        self.heard = False
+        self.until = until
+
     async def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
         """The next bytes, or b"" at the end. Raises ReadTimeout, ReadError."""
         if self.until is not None and self._loop.time() > self.until:
@@ -219,6 +241,11 @@ class AsyncWire(asyncio.Protocol):
 
     async def write(self, buffer: bytes, timeout: float | None = None) -> None:
         """Send it, waiting while the send buffer is full. Raises WriteTimeout, WriteError."""
+        if self._holds:
+            self._holds, self._held = False, buffer
+            return
+        if self._held:
+            buffer, self._held = self._held + buffer, b""
         if self._ended or self._transport.is_closing():
             raise self._core.WriteError(str(self._error or "the connection is closed"))
         self._transport.write(buffer)

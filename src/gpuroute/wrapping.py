@@ -1,0 +1,135 @@
+"""`wrap`: route a client that exists already, in place, and `unwrap`: leave it as it was.
+
+An `httpx2` or `httpx` client gets a routing transport in the place of its own, with the same TLS context and limits; its
+proxies are set aside, because endpoints are called directly. An `openai` or `anthropic` client is wrapped through the
+client inside it, and stops retrying: its retries above ours would triple every failure.
+
+Private attributes of those libraries are read here and nowhere else; what is not recognised is refused.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakKeyDictionary
+
+from gpuroute.errors import ConfigError
+from gpuroute.router import Router
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+__all__ = ["unwrap", "wrap"]
+
+C = TypeVar("C")
+ACCEPTED = "httpx2.Client, httpx2.AsyncClient, httpx.Client, httpx.AsyncClient, or an openai or anthropic client"
+
+_sdk_retries: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+
+
+def wrap(client: C, router: Router | str | None = None, *, pool: str | None = None, passthrough: bool | None = None) -> C:
+    """Route every request of `client` from now on, and return it. Idempotent.
+
+    `router`: by default one made from the environment and shared by all that is wrapped without one. `pool`: where all
+    requests go (a text in the place of `router` means this too); by default the host of each URL names its pool, and
+    hosts that are no pools are refused unless `passthrough`. Not while the client has requests under way.
+    Raises ConfigError for a client or a transport that is not known.
+    """
+    if isinstance(router, str):
+        router, pool = None, router
+    inner = _inner(client)
+    _route(inner, router, pool, passthrough)
+    if inner is not client and client not in _sdk_retries:
+        _sdk_retries[client] = client.max_retries  # type: ignore[attr-defined]
+        client.max_retries = 0  # type: ignore[attr-defined]
+    return client
+
+
+def unwrap(client: C) -> C:
+    """Undo `wrap`: the client's own transport, proxies and retries are back. Harmless on a client that is not wrapped."""
+    inner = _inner(client)
+    transport = inner._transport  # noqa: SLF001
+    if getattr(transport, "replaced", None) is not None:
+        inner._transport, inner._mounts = transport.replaced  # noqa: SLF001
+        transport.let_go()
+    if client in _sdk_retries:
+        client.max_retries = _sdk_retries.pop(client)  # type: ignore[attr-defined]
+    return client
+
+
+@cache
+def _shared_router() -> Router:
+    return Router.from_env()
+
+
+def _route(inner: Any, router: Router | None, pool: str | None, passthrough: bool | None) -> None:
+    library, kind = _family(inner)
+    ours = import_module(f"gpuroute.{library.__name__}")
+    current = inner._transport  # noqa: SLF001
+    if isinstance(current, (ours.Transport, ours.AsyncTransport)):
+        if current.replaced is None or (current.pool_name == pool and router in (None, current.router)):
+            return
+        unwrap(inner)
+        current = inner._transport  # noqa: SLF001
+    mounts = inner._mounts  # noqa: SLF001
+    own = library.HTTPTransport if kind == "Client" else library.AsyncHTTPTransport
+    for transport in (current, *filter(None, mounts.values())):
+        _check_known(transport, own)
+    make = ours.Transport if kind == "Client" else ours.AsyncTransport
+    routed = make(
+        router or _shared_router(), pool=pool, passthrough=passthrough, plain=current, **_settings(current, library)
+    )
+    routed.replaced = (current, mounts)
+    inner._transport, inner._mounts = routed, {}  # noqa: SLF001
+
+
+def _inner(client: Any) -> Any:
+    """The httpx2 or httpx client: the thing itself, or the one inside an SDK's client."""
+    if _family_of(client) is not None:
+        return client
+    inner = getattr(client, "_client", None)
+    if _family_of(inner) is not None and isinstance(getattr(client, "max_retries", None), int):
+        return inner
+    raise ConfigError(f"cannot route a {type(client).__module__}.{type(client).__qualname__}; accepted: {ACCEPTED}")
+
+
+def _family(client: Any) -> tuple[ModuleType, str]:
+    found = _family_of(client)
+    assert found is not None
+    return found
+
+
+def _family_of(client: Any) -> tuple[ModuleType, str] | None:
+    """The library of a client, and which of its two classes it is."""
+    for base in type(client).__mro__:
+        if base.__module__ in ("httpx", "httpx2") and base.__name__ in ("Client", "AsyncClient"):
+            return import_module(base.__module__), base.__name__
+    return None
+
+
+def _check_known(transport: Any, own: type) -> None:
+    if type(transport) is not own:
+        name = f"{type(transport).__module__}.{type(transport).__qualname__}"
+        raise ConfigError(
+            f"cannot route a client with the custom transport {name}: what it does would be lost; "
+            f"accepted: the library's own {own.__name__}"
+        )
+
+
+def _settings(transport: Any, library: ModuleType) -> dict[str, Any]:
+    """What a transport of the library was made with."""
+    pool = transport._pool  # noqa: SLF001
+    if getattr(pool, "_proxy", None) is not None or getattr(pool, "_uds", None) is not None:
+        raise ConfigError("cannot route a client whose transport is bound to a proxy or a Unix socket")
+    limits = library.Limits(
+        max_connections=pool._max_connections,  # noqa: SLF001
+        max_keepalive_connections=pool._max_keepalive_connections,  # noqa: SLF001
+        keepalive_expiry=pool._keepalive_expiry,  # noqa: SLF001
+    )
+    return {
+        "verify": pool._ssl_context,  # noqa: SLF001
+        "limits": limits,
+        "local_address": pool._local_address,  # noqa: SLF001
+        "socket_options": pool._socket_options,  # noqa: SLF001
+    }
