@@ -7,6 +7,7 @@ When none of its candidates is admitted it falls back to a scan, so it returns N
 from __future__ import annotations
 
 import math
+from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 
 from gpuroute.core.candidates import Ask, Candidates, TwoRandom
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 INF = math.inf
 LOAD_FACTOR = 1.25  # consistent hashing with bounded loads (Mirrokni et al. 2018) at the c that Google and Vimeo use
+MAX_WALK = 32  # when most are closed or full, a longer walk costs more than two random choices lose
 LOAD_FLOOR = 2.0  # below that many above the mean it is noise: without a floor every second call would spill
 HOME_DEPTHS = 3  # homes are those of 1, 2 or 8 KiB of prompt: deeper keys are unique to one conversation
 
@@ -188,7 +190,7 @@ class Homes:
         state = by_id[self._ring.home(key)]
         if state not in tried and self._fits(state):
             return state
-        for owner in self._ring.homes(key):
+        for owner in islice(self._ring.homes(key), MAX_WALK):
             state = by_id[owner]
             if state not in tried and self._fits(state):
                 return state

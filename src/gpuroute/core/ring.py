@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 MAX_POINTS = 50_000
 POINTS = 160  # per unit of weight: the share of an endpoint then varies by about 1/sqrt(160) = 8 %
+FEW_POINTS = 80  # a mean below half of that is too few
 
 
 class Ring:
@@ -83,6 +84,9 @@ def _scale(weights: dict[str, float]) -> float:
     total, scale = sum(weights.values()), float(POINTS)
     while total * scale > MAX_POINTS:
         scale /= 2
+    # Weights may be shares of one: a point or two each would share the keys very unevenly.
+    while 0 < total * scale < min(MAX_POINTS, FEW_POINTS * len(weights)) / 2:
+        scale *= 2
     return scale
 
 
