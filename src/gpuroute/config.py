@@ -106,6 +106,19 @@ class Settings:
         choice("fail_open", "fail_fast"),
         "What happens when nearly every endpoint of a pool is ejected.",
     )
+    asks: str = _row(
+        "auto",
+        choice("auto", "on", "off"),
+        "Ask the agents of a few endpoints before each call: when that pays, whenever there are agents, never.",
+    )
+    ask_timeout: float = _row(0.003, DURATION, "Longest wait for the answers to one call's asks.")
+    ask_hashes: bool = _row(
+        False,
+        BOOLEAN,
+        "Send salted hashes of the prompt's prefix with asks, so that agents say how much of it is cached.",
+    )
+    agent_key: Secret | None = _row(None, SECRET, "Key common to clients and agents, which authenticates asks.")
+    agent_key_next: Secret | None = _row(None, SECRET, "Second key that agents accept, while a key is changed.")
     sources: tuple[tuple[str, str], ...] = field(default=(), repr=False, compare=False)
 
     def __post_init__(self) -> None:

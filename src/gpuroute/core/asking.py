@@ -22,6 +22,7 @@ import hmac
 import struct
 from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
+from zlib import crc32
 
 from gpuroute.errors import GpurouteError
 
@@ -108,6 +109,11 @@ class TellBody(NamedTuple):
 
     ttft_us: int
     cached_tokens: int | None
+
+
+def identity_of(endpoint_id: str) -> int:
+    """The `identity` in a bid: CRC-32 of the endpoint's id."""
+    return crc32(endpoint_id.encode())
 
 
 def encode_ask(body: AskBody, id_: int, sent_ms: int, engine: int = 0, key: int = 0, secret: bytes = b"") -> bytes:
