@@ -352,7 +352,9 @@ class Router:
         """The candidates, costs, exclusions and winner of a pick that is not done. Raises UnknownPool."""
         found = self.pool(pool)
         position = session_key(key, found.spec.config.salt) if key else None
-        return explain(found, Ask(position, ladder, tokens))
+        ask = Ask(position, ladder, tokens)
+        ask.now = self.clock()
+        return explain(found, ask)
 
     # ------------------------------------------------------------------------------------------ the end
 
