@@ -85,8 +85,12 @@ BAD = {
     "panic": ["fail", "open"],
 }
 
+CAN_BE_WRONG = [row.name for row in rows() if row.metadata["form"] not in (BOOLEAN, SECRET)]
 
-@pytest.mark.parametrize(("name", "text"), [(name, text) for name, texts in BAD.items() for text in texts])
+
+@pytest.mark.parametrize(
+    ("name", "text"), [(name, text) for name in CAN_BE_WRONG for text in BAD.get(name, ["two words"])]
+)
 def test_c2_bad_values_are_reported_with_name_value_and_form(name: str, text: str) -> None:
     form = {row.name: row.metadata["form"] for row in rows()}[name]
     with pytest.raises(ConfigError) as caught:
@@ -118,11 +122,6 @@ def test_c2_any_text_is_taken_whole_or_refused(name: str, text: str) -> None:
         assert not text.strip()
     elif not isinstance(value, Secret):
         assert form.parse(form.show(value)) == (pytest.approx(value) if isinstance(value, float) else value)
-
-
-def test_c2_every_variable_that_can_be_wrong_is_tried() -> None:
-    can_be_wrong = {row.name for row in rows() if row.metadata["form"] not in (BOOLEAN, SECRET)}
-    assert set(BAD) == can_be_wrong
 
 
 @pytest.mark.parametrize("value", [object(), [1], 2.5, {}])

@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "transports": {"router", "observe", "engines", "core", "errors", "config", "forms"},
     "public": {"transports", "router", "config", "registry", "engines", "core", "errors"},
     "agent": ANYTHING_PUBLIC,
-    "sim": ANYTHING_PUBLIC,
+    "sim": ANYTHING_PUBLIC | {"agent"},
     "testing": ANYTHING_PUBLIC | {"transports", "sim"},
     "cli": ANYTHING_PUBLIC | {"transports", "testing", "sim", "agent"},
 }
