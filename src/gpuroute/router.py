@@ -121,7 +121,7 @@ class Router:
 
     def start(self) -> None:
         """Subscribe to the registry if that has not happened yet. Every call does this by itself."""
-        if self._started:
+        if self._started and not self._closed:
             return
         with self._lock:
             if self._closed:
@@ -329,7 +329,7 @@ class Router:
         # Without a key, an even spread: of any 10 calls in a row, 10 % are exactly one.
         with self._lock:
             self._routed_share += share
-            routed = self._routed_share >= 1
+            routed = self._routed_share >= 1 - 1e-9  # ten times 0.1 is a little less than 1
             self._routed_share -= routed
         return routed
 
