@@ -6,6 +6,7 @@ generators once. For those the attempt counts as sent from the first byte on, so
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpuroute.errors import ConfigError
@@ -158,6 +159,21 @@ def content_of(request: Any, library: Any) -> bytes | None:
     except library.client.RequestNotRead:
         return b"".join(request.stream)
     return content
+
+
+def model_of(body: Body) -> str:
+    """The `model` that a JSON body or a multipart form names; "" if none."""
+    if body.content is None:
+        fields = getattr(body.source, "fields", None)
+        named = (field.value for field in fields if field.name == "model" and hasattr(field, "value")) if fields else ()
+        model = next(iter(named), "")
+        return model if isinstance(model, str) else ""
+    try:
+        document = json.loads(body.content)
+    except (ValueError, RecursionError):
+        return ""
+    model = document.get("model") if isinstance(document, dict) else None
+    return model if isinstance(model, str) else ""
 
 
 def rewinder(stream: Any, library: Any) -> Callable[[], None] | None:

@@ -18,7 +18,7 @@ from gpuroute.core.retry import RetryRules
 from gpuroute.engines.prompts import read_prompt
 from gpuroute.errors import DeadlineExceeded, NoEndpointAvailable, UnknownPool
 from gpuroute.observe import observer
-from gpuroute.transports.bodies import Outgoing
+from gpuroute.transports.bodies import Outgoing, model_of
 from gpuroute.transports.pools import Limits, Pools, Trust
 from gpuroute.transports.trips import LEAVE, STAY, Settled, Trip
 
@@ -139,9 +139,9 @@ class Routes:
         return True
 
     def _model(self, route: Route) -> str:
-        model = route.prompt.model if route.prompt is not None else ""
+        model = route.prompt.model if route.prompt is not None else model_of(route.out.body)
         if not model:
-            known = ", ".join(self.router.snapshot().pools) or "none"
+            known = ", ".join(sorted(self.router.snapshot().pools)) or "none"
             raise UnknownPool(f"host {ANY_POOL!r}: the body names no model to find a pool by; known pools: {known}")
         return model
 
