@@ -83,6 +83,8 @@ BAD = {
     "breaker_failures": ["0", "5s"],
     "breaker_open": ["0s", "soon"],
     "panic": ["fail", "open"],
+    "asks": ["sometimes", "true"],
+    "ask_timeout": ["0", "3x"],
 }
 
 CAN_BE_WRONG = [row.name for row in rows() if row.metadata["form"] not in (BOOLEAN, SECRET)]
