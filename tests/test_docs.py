@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ from gpuroute.cli import COMMANDS
 from gpuroute.config import is_secret, markdown, rows, variable
 from gpuroute.core.outcome import Outcome
 from gpuroute.core.policies import POLICIES
+from gpuroute.testing import GpuServer
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -69,6 +73,24 @@ def test_variables_and_commands_exist(page: Path) -> None:
 def test_python_in_documents_parses(page: Path) -> None:
     for block in blocks(page.read_text(), "python"):
         ast.parse(block)
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/quickstart.md"])
+def test_examples_run(name: str) -> None:
+    [example] = blocks((ROOT / name).read_text(), "python")
+    with GpuServer(model="llama-3-8b", time_scale=0.01) as server:
+        environ = {**os.environ, "GPUROUTE_REGISTRY": f"llama-3-8b={server.url}"}
+        done = subprocess.run(
+            [sys.executable, "-W", "error", "-c", example],
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert done.stdout.strip()
 
 
 def test_the_changelog_knows_this_version() -> None:
