@@ -122,6 +122,7 @@ def test_schemes(url: str, protocol: str) -> None:
         "http://a b/",
         "http://a\n/",
         "http://ä.example",
+        "http://u:canary@a\uff0fb",
         "http://[::1",
         "http://a" + "a" * 3000,
         5,

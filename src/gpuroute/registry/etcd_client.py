@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import grpc
 import tenacity
 
-from gpuroute.errors import RegistryError
 from gpuroute.core.wire import Message, WireError, encode
+from gpuroute.errors import RegistryError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

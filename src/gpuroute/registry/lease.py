@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gpuroute.core.endpoint import State
+from gpuroute.errors import ConfigError
 from gpuroute.registry.etcd_client import EtcdClient, EtcdError, retrying
 from gpuroute.registry.schema import check_pool, endpoint_record, parse_endpoint
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from gpuroute.registry.etcd_config import EtcdConfig
 
 DEFAULT_TTL_S = 10.0
+MAX_TTL_S = 86_400
 
 
 def _silent(text: str) -> None:
@@ -45,6 +47,8 @@ class LeasedKey:
         ttl: float = DEFAULT_TTL_S,
         report: Callable[[str], None] = _silent,
     ) -> None:
+        if not 1 <= ttl <= MAX_TTL_S:
+            raise ConfigError(f"ttl={ttl:g}: expected 1 to {MAX_TTL_S} seconds")
         self.key = key
         self.error: str | None = None
         self._client = EtcdClient(config)
@@ -136,11 +140,11 @@ class LeasedKey:
 
     def _leave(self) -> None:
         try:
-            if self._last is not None and self._written is not None:
+            if self._lease and self._last is not None:
                 self._client.put_own(self.key, self._last, self._lease)
             if self._lease:
                 self._client.revoke(self._lease)
-            self._report(f"removed {self.key}")
+                self._report(f"removed {self.key}")
         except EtcdError as error:
             self._report(f"{self.key} was not removed ({error}); it goes when its lease ends, within {self._ttl:g} s")
         finally:

@@ -51,15 +51,21 @@ def _need(condition: object, reason: str) -> None:
         raise ValueError(reason)
 
 
+def _typed(value: Any, *types: type) -> None:
+    """The exact type: True is no number here."""
+    if type(value) not in types:
+        raise ValueError(f"is {_kind(value)}")
+
+
 def _text(value: Any) -> str:
-    _need(isinstance(value, str), f"is {_kind(value)}")
-    _need(len(value) <= MAX_TEXT, f"has {len(value)} characters")
+    _typed(value, str)
+    _need(len(value) <= MAX_TEXT, "is too long")
     _need(value.isprintable(), "has control characters")
     return str(value)
 
 
 def _number(value: Any) -> float:
-    _need(isinstance(value, (int, float)) and not isinstance(value, bool), f"is {_kind(value)}")
+    _typed(value, int, float)
     _need(0 <= value <= 1e15, "is negative, not finite or beyond 1e15")
     return float(value)
 
@@ -72,7 +78,7 @@ def _weight(value: Any) -> float:
 
 def _whole(least: int) -> Callable[[Any], int]:
     def read(value: Any) -> int:
-        _need(isinstance(value, int) and not isinstance(value, bool), f"is {_kind(value)}")
+        _typed(value, int)
         _need(least <= value <= 1e15, "is out of range")
         return int(value)
 
@@ -80,7 +86,7 @@ def _whole(least: int) -> Callable[[Any], int]:
 
 
 def _boolean(value: Any) -> bool:
-    _need(isinstance(value, bool), f"is {_kind(value)}")
+    _typed(value, bool)
     return bool(value)
 
 
@@ -99,12 +105,12 @@ def _word(*words: str) -> _Row:
 
 
 def _texts(value: Any) -> tuple[str, ...]:
-    _need(isinstance(value, list), f"is {_kind(value)}")
+    _typed(value, list)
     return tuple(_text(item) for item in value)
 
 
 def _mapping(value: Any) -> Mapping[str, str]:
-    _need(isinstance(value, Mapping), f"is {_kind(value)}")
+    _typed(value, dict)
     return MappingProxyType({_text(name): _text(item) for name, item in value.items()})
 
 
@@ -112,17 +118,20 @@ def _headers(value: Any) -> Mapping[str, str]:
     headers = _mapping(value)
     for name, item in headers.items():
         _need(_HEADER.fullmatch(name) and item.isascii(), "has a name or value that HTTP does not allow")
-        _need(name.lower() not in _FRAMING, f"sets {name}, which is the client's business (Host: use authority)")
+        _need(name.lower() not in _FRAMING, "sets what is the client's business (for Host use authority)")
     return headers
 
 
 def _url(*schemes: str, port: bool = False) -> _Row:
     def read(value: Any) -> str:
         text = _text(value)
+        _need(
+            text.isascii() and " " not in text, "has characters that belong in no URL"
+        )  # before urlsplit, whose errors quote it
         parts = urlsplit(text)
         _need(parts.scheme in schemes, "has another scheme")
         _need("@" not in parts.netloc, "holds credentials (use headers)")
-        _need(parts.hostname and text.isascii() and " " not in text, "has no valid host")
+        _need(parts.hostname, "has no host")
         _need(not parts.query and not parts.fragment, "has a query or fragment")
         _need(_port(parts.netloc) or not port, "has no port")
         return text
@@ -142,7 +151,7 @@ def _port(netloc: str) -> int | None:
 
 def _nested(cls: type[Any], **rows: _Row) -> _Row:
     def read(value: Any) -> Any:
-        _need(isinstance(value, Mapping), f"is {_kind(value)}")
+        _typed(value, dict)
         return cls(**dict(_values(rows, value, "")))
 
     return _Row(read, "an object of " + ", ".join(f"{name} ({row.accepts})" for name, row in rows.items()))

@@ -78,12 +78,18 @@ class _Pool:
 
     def _implausible(self) -> bool:
         gone = len(self.vanished)
-        left = sum(endpoint.takes_calls for endpoint in self.endpoints.values()) if gone else 0
-        return gone > 0 and (left == 0 or (gone > MAX_LEAVING and gone > MAX_SHARE * (gone + left)))
+        if gone <= MAX_LEAVING:
+            return gone > 0 and not any(endpoint.takes_calls for endpoint in self.endpoints.values())
+        left = sum(endpoint.takes_calls for endpoint in self.endpoints.values())
+        return gone > MAX_SHARE * (gone + left)
 
     def _duplicates(self) -> list[str]:
-        first: dict[str, str] = {}
-        pairs = [(first.setdefault(item.url.rstrip("/"), item.id), item.id) for item in self.endpoints.values()]
+        ids: dict[str, str] = {}
+        for ident, endpoint in self.endpoints.items():
+            ids.setdefault(endpoint.url.rstrip("/"), ident)
+        if len(ids) == len(self.endpoints):
+            return []
+        pairs = ((ids[item.url.rstrip("/")], ident) for ident, item in self.endpoints.items())
         return [f"{self.name}: {b} has the same URL as {a}; both are used" for a, b in pairs if a != b]
 
 

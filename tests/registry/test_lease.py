@@ -1,0 +1,221 @@
+"""Keys under a lease, against a real etcd: they are there while their process is, and only then."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from registry.etcd_server import EtcdCluster, free_ports
+from registry.watching import Watcher, Writer, eventually, quick
+
+from gpuroute.core.endpoint import Endpoint, State
+from gpuroute.errors import InvalidRecord
+from gpuroute.registry.etcd import EtcdRegistry
+from gpuroute.registry.lease import LeasedKey, Registration
+
+ENDPOINT = Endpoint(id="a", url="http://a:8000", state=State.WARMING, headers={"authorization": "Bearer canary"})
+
+
+def stored(writer: Writer, ident: str = "a") -> dict:
+    found = writer.client.read(writer.key(ident))
+    return json.loads(found.value) if found else {}
+
+
+def test_registers_updates_and_leaves(shared_etcd: EtcdCluster, config, writer: Writer) -> None:
+    lines: list[str] = []
+    registration = Registration(config, "llama", ENDPOINT, report=lines.append)
+    assert registration.wait(5)
+    assert stored(writer) == {
+        "url": "http://a:8000",
+        "state": "warming",
+        "headers": {"authorization": "Bearer canary"},
+    }
+    assert shared_etcd.ctl("get", "--print-value-only", writer.key("a")).strip() == json.dumps(stored(writer))
+    with Watcher(EtcdRegistry(config, grace=30)) as watcher:
+        watcher.until_ids("a")
+        registration.update(replace(ENDPOINT, state=State.READY))
+        watcher.until(lambda fleet: fleet.pools["llama"].endpoints[0].state is State.READY)
+        started = time.monotonic()
+        registration.close()
+        registration.close()
+        assert time.monotonic() - started < 1
+        watcher.until_ids(timeout=1)  # at once, for it was announced, though the grace is 30 s
+    assert registration.error is None
+    assert [line.split()[0] for line in lines] == ["registered", "removed"]
+    assert "canary" not in "".join(lines)
+
+
+def test_a_lease_is_kept_alive(config, writer: Writer) -> None:
+    registration = Registration(config, "llama", ENDPOINT, ttl=1)
+    registration.wait(5)
+    lease = writer.client.read(writer.key("a")).lease
+    assert lease
+    deadline = time.monotonic() + 3.2
+    while time.monotonic() < deadline:
+        found = writer.client.read(writer.key("a"))
+        assert found is not None, "the key lapsed"
+        assert found.lease == lease
+        time.sleep(0.1)
+    registration.close()
+
+
+def test_E9_an_etcd_that_lost_its_leases_gets_a_fresh_one(tmp_path) -> None:
+    """The worst outage: it comes back empty. Re-putting with the dead lease would fail for ever."""
+    with EtcdCluster(tmp_path) as cluster:
+        config = quick(cluster.url)
+        writer = Writer(config)
+        lines: list[str] = []
+        registration = Registration(config, "llama", ENDPOINT, ttl=1, report=lines.append)
+        assert registration.wait(5)
+        before = writer.client.read(writer.key("a")).lease
+        cluster.members[0].kill()
+        eventually(lambda: registration.error)
+        shutil.rmtree(tmp_path / "m0")
+        cluster.members[0].start()
+        cluster.wait_healthy()
+        writer.client.rotate()
+        eventually(lambda: stored(writer), "the key to come back")
+        assert writer.client.read(writer.key("a")).lease != before
+        eventually(lambda: registration.error is None)
+        assert [line.split()[0] for line in lines] == ["registered", "etcd", "registered"]
+        registration.close()
+        writer.client.close()
+
+
+def test_E9_a_lease_that_was_revoked_elsewhere_is_replaced(config, writer: Writer) -> None:
+    registration = Registration(config, "llama", ENDPOINT, ttl=1)
+    registration.wait(5)
+    dead = writer.client.read(writer.key("a")).lease
+    writer.client.revoke(dead)
+    assert not stored(writer)
+    registration.update(replace(ENDPOINT, state=State.READY))
+    eventually(lambda: stored(writer), "the key to come back")
+    found = writer.client.read(writer.key("a"))
+    assert found.lease not in {0, dead}
+    registration.close()
+
+
+def test_a_key_that_somebody_removed_comes_back(config, writer: Writer) -> None:
+    registration = Registration(config, "llama", ENDPOINT, ttl=1)
+    registration.wait(5)
+    writer.delete("a")
+    eventually(lambda: stored(writer), "the key to come back", timeout=4)
+    registration.close()
+    assert not stored(writer)
+
+
+def test_a_key_that_another_process_took_over_is_left_alone(config, writer: Writer) -> None:
+    """A restart under the same id, where the old process is still draining when the new one is ready."""
+    lines: list[str] = []
+    old = Registration(config, "llama", ENDPOINT, ttl=1, report=lines.append)
+    old.wait(5)
+    new = Registration(config, "llama", replace(ENDPOINT, version="2"), ttl=1)
+    new.wait(5)
+    eventually(lambda: "another process" in (old.error or ""), "the old one to notice")
+    old.update(replace(ENDPOINT, state=State.DRAINING))
+    old.close()
+    assert stored(writer)["version"] == "2"
+    assert stored(writer)["state"] == "warming"
+    assert sum("another process" in line for line in lines) == 1
+    new.close()
+    assert not stored(writer)
+
+
+def test_an_update_in_the_moment_of_a_takeover_does_not_overwrite(config, writer: Writer) -> None:
+    old = Registration(config, "llama", ENDPOINT, ttl=30)
+    old.wait(5)
+    new = Registration(config, "llama", replace(ENDPOINT, version="2"), ttl=30)
+    new.wait(5)
+    old.update(replace(ENDPOINT, state=State.READY))
+    eventually(lambda: old.error)
+    old.close()
+    assert stored(writer)["version"] == "2"
+    new.close()
+
+
+SCRIPT = """
+import sys, time
+sys.path.insert(0, sys.argv[2])
+from gpuroute.core.endpoint import Endpoint
+from gpuroute.registry.lease import Registration
+from registry.watching import quick
+registration = Registration(quick(sys.argv[1]), "llama", Endpoint(id="a", url="http://a"), ttl=1)
+time.sleep(60)
+"""
+
+
+def start(config) -> subprocess.Popen:
+    return subprocess.Popen([sys.executable, "-c", SCRIPT, config.source, str(Path(__file__).parents[1])])
+
+
+def test_the_key_of_a_killed_process_goes_with_its_lease(config, writer: Writer) -> None:
+    process = start(config)
+    eventually(lambda: stored(writer), "the registration")
+    process.kill()
+    process.wait()
+    assert stored(writer)
+    eventually(lambda: not stored(writer), "the lease to end", timeout=8)
+
+
+def test_E9_a_process_that_was_frozen_for_longer_than_its_lease_comes_back(config, writer: Writer) -> None:
+    process = start(config)
+    eventually(lambda: stored(writer), "the registration")
+    process.send_signal(signal.SIGSTOP)
+    eventually(lambda: not stored(writer), "the lease to end", timeout=8)
+    process.send_signal(signal.SIGCONT)
+    eventually(lambda: stored(writer), "a fresh lease", timeout=8)
+    process.kill()
+    process.wait()
+
+
+def test_etcd_may_be_down_at_the_start_and_at_the_end(tmp_path) -> None:
+    cluster = EtcdCluster(tmp_path)
+    config = quick(cluster.url)
+    lines: list[str] = []
+    registration = Registration(config, "llama", ENDPOINT, report=lines.append)
+    assert not registration.wait(0.3)
+    assert "UNAVAILABLE" in registration.error
+    with cluster:
+        assert registration.wait(10)
+        assert registration.error is None
+    started = time.monotonic()
+    registration.close()
+    assert time.monotonic() - started < 2
+    assert "within 10 s" in lines[-1]
+
+
+def test_any_key_can_be_leased(config, writer: Writer) -> None:
+    key = f"{config.prefix}/clients/c1"
+    leased = LeasedKey(config, key, b"{}", ttl=5)
+    assert leased.wait(5)
+    assert writer.client.read(key).value == b"{}"
+    leased.update(b'{"ordinal": 3}')
+    eventually(lambda: writer.client.read(key).value == b'{"ordinal": 3}')
+    leased.close()
+    assert writer.client.read(key) is None
+
+
+def test_what_readers_would_refuse_is_refused_at_once(config) -> None:
+    before = threading.active_count()
+    with pytest.raises(InvalidRecord, match="bad pool name"):
+        Registration(config, "Llama", ENDPOINT)
+    with pytest.raises(InvalidRecord, match="weight"):
+        Registration(config, "llama", replace(ENDPOINT, weight=-1))
+    with pytest.raises(InvalidRecord, match="bad id"):
+        Registration(config, "llama", replace(ENDPOINT, id="a/b"))
+    assert threading.active_count() == before
+    (dead,) = free_ports(1)
+    registration = Registration(quick(f"etcd://127.0.0.1:{dead}"), "llama", ENDPOINT)
+    with pytest.raises(ValueError, match="id"):
+        registration.update(replace(ENDPOINT, id="b"))
+    with pytest.raises(InvalidRecord, match="weight"):
+        registration.update(replace(ENDPOINT, weight=-1))
+    registration.close()
