@@ -159,3 +159,11 @@ def test_a_draw_reaches_the_last_endpoint_and_never_beyond() -> None:
     almost_one = 1 - 2**-53
     assert Weighted(states, lambda: almost_one).one() is states[2]
     assert {state.id for state in TwoRandom(states, lambda: almost_one)(NOTHING_ASKED)} == {"gpu-2", "gpu-1"}
+
+
+def test_weighted_round_robin_spreads_each_weight_evenly_in_time() -> None:
+    stage = Stage({"a": 1.0, "b": 2.0, "c": 5.0}, policy="weighted_round_robin")
+    turns = [stage.pool.pick().id for _ in range(800)]  # type: ignore[union-attr]
+    for start in range(0, 792, 8):
+        window = Counter(turns[start : start + 8])
+        assert all(abs(window[name] - weight) <= 1 for name, weight in (("a", 1), ("b", 2), ("c", 5)))

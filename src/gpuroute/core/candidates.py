@@ -6,7 +6,7 @@ A pick must cost the same at 10 and at 10,000 endpoints, so no source but `every
 from __future__ import annotations
 
 import math
-from heapq import heapify, heapreplace
+from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import TYPE_CHECKING, Protocol
 
@@ -151,18 +151,26 @@ class Smooth:
     within a factor of four, so that a wrong prior is corrected and a lucky endpoint does not take all.
     """
 
-    __slots__ = ("_heap", "_usual", "states")
+    __slots__ = ("_heap", "_random", "_time", "_usual", "states")
 
     def __init__(self, states: Sequence[EndpointState], random: Callable[[], float]) -> None:
         self.states = states
         self._heap = [(random() / state.endpoint.weight, index) for index, state in enumerate(states)]
+        self._random = random
+        self._time = 0.0
         self._usual = UNKNOWN_LATENCY
         heapify(self._heap)
 
     def __call__(self, ask: Ask) -> Sequence[EndpointState]:  # noqa: ARG002
-        deadline, index = self._heap[0]
-        state = self.states[index]
-        heapreplace(self._heap, (deadline + 1.0 / (state.endpoint.weight * self._throughput(state.latency)), index))
+        # A turn is taken out and put back later: looking first and replacing then, two threads would lose one for good.
+        try:
+            deadline, index = heappop(self._heap)
+        except IndexError:  # other threads hold every turn of a small pool at this moment
+            return (self.states[int(self._random() * len(self.states))],)
+        state, self._time = self.states[index], deadline
+        step = 1.0 / (state.endpoint.weight * self._throughput(state.latency))
+        # `_time` has moved on if this thread slept here: its endpoint then missed turns, and must not get them in a row.
+        heappush(self._heap, (max(deadline, self._time) + step, index))
         return (state,)
 
     def _throughput(self, latency: float) -> float:
