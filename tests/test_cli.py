@@ -12,7 +12,7 @@ from importlib.util import find_spec
 import pytest
 
 import gpuroute.cli.config
-from gpuroute.cli import COMMANDS, bench, main
+from gpuroute.cli import COMMANDS, bench_pick, main
 from gpuroute.core.policies import POLICIES
 
 PRESENT = [name for name in COMMANDS if find_spec(f"gpuroute.cli.{name}")]
@@ -97,9 +97,9 @@ def test_config_shows_values_with_their_sources_and_no_secrets(
 
 
 def test_bench_pick_prints_one_json_object(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "ROUNDS", 2)
-    monkeypatch.setattr(bench, "PER_ROUND", 5)
-    monkeypatch.setattr(bench, "SIZES", (10, 100))
+    monkeypatch.setattr(bench_pick, "ROUNDS", 2)
+    monkeypatch.setattr(bench_pick, "PER_ROUND", 5)
+    monkeypatch.setattr(bench_pick, "SIZES", (10, 100))
     assert main(["bench", "pick", "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert set(figures) == {"two_random_ns", "policies"}
