@@ -6,8 +6,8 @@ A pick must cost the same at 10 and at 10,000 endpoints, so no source but `every
 from __future__ import annotations
 
 import math
-from heapq import heapify, heappop, heappush
-from itertools import count
+from bisect import bisect_right
+from itertools import accumulate, count
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 UNKNOWN_LATENCY = -30.0  # log of a latency that nothing has
 MOST_OFF = math.log(4.0)
+GOLDEN = (math.sqrt(5.0) - 1) / 2
 
 
 class Ask:
@@ -145,40 +146,41 @@ class Rotation:
 
 
 class Smooth:
-    """Weighted round robin, earliest deadline first (Envoy's EDF): spread evenly in time, O(log n) a turn.
+    """Weighted round robin that is spread evenly in time: turn n takes the point n x golden ratio (mod 1) of the weights
+    laid end to end. Those points are even over any stretch of turns (a Weyl sequence), and there is no queue of turns
+    that two threads could spoil. O(log n) a turn.
 
     The weight is the registry's times the observed throughput: the inverse of the learned latency against the usual one,
     within a factor of four, so that a wrong prior is corrected and a lucky endpoint does not take all.
     """
 
-    __slots__ = ("_heap", "_random", "_time", "_usual", "states")
+    __slots__ = ("_ends", "_every", "_start", "_turn", "states")
 
     def __init__(self, states: Sequence[EndpointState], random: Callable[[], float]) -> None:
         self.states = states
-        self._heap = [(random() / state.endpoint.weight, index) for index, state in enumerate(states)]
-        self._random = random
-        self._time = 0.0
-        self._usual = UNKNOWN_LATENCY
-        heapify(self._heap)
+        self._start = random()
+        self._turn = count(1)
+        self._every = max(64, 4 * len(states))
+        self._ends = self._lay_out()
 
     def __call__(self, ask: Ask) -> Sequence[EndpointState]:  # noqa: ARG002
-        # A turn is taken out and put back later: looking first and replacing then, two threads would lose one for good.
-        try:
-            deadline, index = heappop(self._heap)
-        except IndexError:  # other threads hold every turn of a small pool at this moment
-            return (self.states[int(self._random() * len(self.states))],)
-        state, self._time = self.states[index], deadline
-        step = 1.0 / (state.endpoint.weight * self._throughput(state.latency))
-        # `_time` has moved on if this thread slept here: its endpoint then missed turns, and must not get them in a row.
-        heappush(self._heap, (max(deadline, self._time) + step, index))
-        return (state,)
+        turn = next(self._turn)
+        if turn % self._every == 0:
+            self._ends = self._lay_out()
+        ends = self._ends
+        point = (self._start + turn * GOLDEN) % 1.0
+        return (self.states[min(bisect_right(ends, point * ends[-1]), len(ends) - 1)],)
 
-    def _throughput(self, latency: float) -> float:
-        if latency <= UNKNOWN_LATENCY:
-            return 1.0
-        known = self._usual > UNKNOWN_LATENCY
-        self._usual += (latency - self._usual) * (0.02 if known else 1.0)
-        return math.exp(max(-MOST_OFF, min(MOST_OFF, self._usual - latency)))
+    def _lay_out(self) -> list[float]:
+        known = [state.latency for state in self.states if state.latency > UNKNOWN_LATENCY]
+        usual = sum(known) / len(known) if known else 0.0
+        return list(accumulate(state.endpoint.weight * _throughput(state.latency, usual) for state in self.states))
+
+
+def _throughput(latency: float, usual: float) -> float:
+    if latency <= UNKNOWN_LATENCY:
+        return 1.0
+    return math.exp(max(-MOST_OFF, min(MOST_OFF, usual - latency)))
 
 
 def alias_table(weights: Sequence[float]) -> tuple[list[float], list[int]]:
