@@ -12,10 +12,9 @@ from registry.watching import Watcher, ids
 from gpuroute.config import Settings
 from gpuroute.core.endpoint import Endpoint
 from gpuroute.errors import ConfigError
-from gpuroute.registry import etcd_options, first_fleet, open_registry
+from gpuroute.registry import etcd_options, first_fleet, open_registry, static_registry
 from gpuroute.registry.etcd import EtcdRegistry
 from gpuroute.registry.file import FileRegistry
-from gpuroute.registry.static import StaticRegistry
 
 
 def test_inline_pools() -> None:
@@ -34,9 +33,13 @@ def test_a_bare_list_is_the_default_pool() -> None:
 
 def test_static_registry_in_code() -> None:
     endpoint = Endpoint(id="x", url="http://x", weight=0)
-    fleet = first_fleet(StaticRegistry({"llama": ["http://a", endpoint], "none": []}), 1)
+    fleet = first_fleet(static_registry({"llama": ["http://a", endpoint], "none": []}), 1)
     assert fleet.pools["llama"].endpoints[1] is endpoint
     assert fleet.pools["none"].endpoints == ()
+    assert ids(first_fleet(static_registry(["http://a", endpoint]), 1), "default") == ["a", "x"]
+    for wrong in ("http://a", {"llama": "http://a"}):
+        with pytest.raises(ConfigError, match="a list of URLs"):
+            static_registry(wrong)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +76,8 @@ def test_a_bad_location_is_a_config_error_that_says_what_is_accepted(location: s
 
 
 def test_etcd_locations(tmp_path) -> None:
-    registry = open_registry("etcd://h1:2379,[::1],h3:1/a/b/", user="u", password="canary", snapshot_path="s", grace=1)
+    registry = open_registry("etcd://h1:2379,[::1],h3:1/a/b/", user="u", password="canary", empty_grace=1)
+    assert registry.grace == 1
     assert isinstance(registry, EtcdRegistry)
     assert registry.config.members == ("h1:2379", "[::1]:2379", "h3:1")
     assert registry.config.prefix == "/a/b"

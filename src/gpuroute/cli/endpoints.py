@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     registry = open_registry(
         settings.registry,
         snapshot_path=settings.registry_snapshot,
-        grace=settings.empty_grace,
+        empty_grace=settings.empty_grace,
         **etcd_options(settings),
     )
     fleet = first_fleet(registry, settings.ready_timeout)

@@ -13,15 +13,19 @@ from urllib.parse import unquote, urlsplit
 from gpuroute.errors import ConfigError, RegistryUnavailable
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
     from gpuroute.config import Secret, Settings
+    from gpuroute.core.endpoint import Endpoint
     from gpuroute.core.fleet import Fleet, Registry
 
-__all__ = ["EtcdOptions", "etcd_options", "first_fleet", "open_registry"]
+__all__ = ["EtcdOptions", "etcd_options", "first_fleet", "open_registry", "static_registry"]
 
 ACCEPTS = (
     "etcd://h1:2379,h2:2379/prefix, etcds://... (TLS), file:///fleet.toml, a path that ends in .json or .toml, "
     "POOL=URL,URL;POOL2=URL, or URL,URL for the pool `default`"
 )
+DEFAULT_GRACE_S = 10.0
 _ENDPOINT_SCHEMES = frozenset({"http", "https", "grpc", "grpcs"})
 
 
@@ -40,12 +44,12 @@ def open_registry(
     location: str,
     *,
     snapshot_path: str | None = None,
-    grace: float = 5.0,
+    empty_grace: float = DEFAULT_GRACE_S,
     **etcd: Unpack[EtcdOptions],
 ) -> Registry:
     """The registry at `location` (see ACCEPTS); ConfigError if it is malformed. Connects to nothing yet.
 
-    The keywords matter for etcd alone. `grace` is how long, in seconds, endpoints stay in view after they vanished
+    The keywords matter for etcd alone. `empty_grace` is how long, in seconds, endpoints stay in view after they vanished
     implausibly (all of a pool, or most); `snapshot_path` keeps the last good fleet on disk.
     """
     location = location.strip()
@@ -53,7 +57,7 @@ def open_registry(
         from gpuroute.registry.etcd import EtcdRegistry
         from gpuroute.registry.etcd_config import EtcdConfig
 
-        return EtcdRegistry(EtcdConfig.from_url(location, **etcd), snapshot_path=snapshot_path, grace=grace)
+        return EtcdRegistry(EtcdConfig.from_url(location, **etcd), snapshot_path=snapshot_path, grace=empty_grace)
     if location.startswith("file:") or _is_path(location):
         from gpuroute.registry.file import FileRegistry
 
@@ -62,6 +66,13 @@ def open_registry(
 
     _check_static(location)
     return StaticRegistry.from_text(location)
+
+
+def static_registry(endpoints: Iterable[Endpoint | str] | Mapping[str, Iterable[Endpoint | str]]) -> Registry:
+    """The registry of a fleet given in code: endpoints or URLs by pool, or a list of them for the pool `default`."""
+    from gpuroute.registry.static import StaticRegistry
+
+    return StaticRegistry(endpoints)
 
 
 def etcd_options(settings: Settings) -> EtcdOptions:

@@ -37,7 +37,7 @@ SAVE_AGAIN_S = 600.0  # though nothing changed: its age tells how long etcd has 
 class EtcdRegistry:
     """Implements `Registry` over `{prefix}/pools/`. Immutable: every subscription has its own connection."""
 
-    def __init__(self, config: EtcdConfig, *, snapshot_path: str | None = None, grace: float = 5.0) -> None:
+    def __init__(self, config: EtcdConfig, *, snapshot_path: str | None = None, grace: float = 10.0) -> None:
         self.config = config
         self.snapshot_path = Path(snapshot_path) if snapshot_path else None
         self.grace = grace

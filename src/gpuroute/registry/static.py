@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ from gpuroute.errors import ConfigError, InvalidRecord
 from gpuroute.registry.schema import check_pool, default_id, parse_endpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable
 
 DEFAULT_POOL = "default"
 ACCEPTS = "POOL=URL,URL;POOL2=URL, or URL,URL for the pool `default`"
@@ -20,9 +21,13 @@ _POOL_PREFIX = re.compile(r"\s*([^=:/,;]*?)\s*=(.*)", re.DOTALL)
 
 
 class StaticRegistry:
-    """Implements `Registry` over endpoints, or their URLs, by pool. ConfigError for anything malformed."""
+    """Implements `Registry` over endpoints, or their URLs, by pool; a list is the pool `default`.
 
-    def __init__(self, pools: Mapping[str, Iterable[Endpoint | str]]) -> None:
+    ConfigError for anything malformed.
+    """
+
+    def __init__(self, fleet: Iterable[Endpoint | str] | Mapping[str, Iterable[Endpoint | str]]) -> None:
+        pools = fleet if isinstance(fleet, Mapping) else {DEFAULT_POOL: fleet}
         try:
             specs = {name: _spec(name, endpoints) for name, endpoints in pools.items()}
         except InvalidRecord as error:
@@ -64,6 +69,8 @@ class StaticSubscription:
 
 def _spec(name: str, endpoints: Iterable[Endpoint | str]) -> PoolSpec:
     check_pool(name, "registry")
+    if isinstance(endpoints, str):
+        raise InvalidRecord(f"registry: {name}: is one text; accepted: a list of URLs or endpoints")
     found: dict[str, Endpoint] = {}
     for number, item in enumerate(endpoints, 1):
         key = f"registry: {name}, item {number}"
