@@ -17,7 +17,7 @@ from gpuroute.core.prefix import ladder
 from gpuroute.core.retry import RetryRules
 from gpuroute.engines.prompts import read_prompt
 from gpuroute.errors import DeadlineExceeded, NoEndpointAvailable, UnknownPool
-from gpuroute.observe import observer
+from gpuroute.observe import observer, watch
 from gpuroute.transports.bodies import Outgoing, model_of
 from gpuroute.transports.pools import Limits, Pools, Trust
 from gpuroute.transports.trips import LEAVE, STAY, Settled, Trip
@@ -109,6 +109,7 @@ class Routes:
         self._disabled = settings.disabled
         self._fallbacks: dict[str, Pool] = {}
         router.on_fork(self._after_fork)
+        watch(router)
 
     # ------------------------------------------------------------------------------------------ where to
 
