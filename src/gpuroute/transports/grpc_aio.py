@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
+from gpuroute.errors import RegistryUnavailable
 from gpuroute.transports import grpc_aio_flight as calls
 from gpuroute.transports.grpc_aio_flight import Flight, Requests, Written
 from gpuroute.transports.grpc_connectivity import READY, aggregate, untried
-from gpuroute.transports.grpc_errors import SERIALIZING
+from gpuroute.transports.grpc_errors import SERIALIZING, aio_ended
 from gpuroute.transports.grpc_peers import Dialer, Peers, channel_options
 from gpuroute.transports.grpc_rpc import Hub
 
@@ -215,7 +216,7 @@ class _Method:
             data = written.view() if isinstance(written, Requests) else body
             return peer.bind(self._key)(data, timeout=rpc.timeout(), metadata=rpc.headers(), **how)
 
-        def begin() -> None:
+        def begin(timeout: float | None) -> None:
             plain = hub.unrouted(peers, metadata)
             if plain is not None:
                 send = plain[0].bind(self._unrouted_key)
@@ -228,9 +229,10 @@ class _Method:
 
         flight = Flight(start, loop, written)
         if hub.settled:
-            begin()
+            begin(timeout)
         else:
-            flight.waiting = loop.create_task(_begin_later(flight, hub.router, begin, timeout))
+            flight.until = None if timeout is None else hub.clock() + timeout
+            flight.waiting = loop.create_task(_begin_later(flight, hub, begin, timeout))
         return flight
 
     def _serialized(self, request: Any) -> bytes:
@@ -243,14 +245,14 @@ class _Method:
             raise
 
 
-async def _begin_later(flight: Flight, router: Router, begin: Callable[[], None], timeout: float | None) -> None:
-    """Begin once the first view of the fleet is here."""
+async def _begin_later(flight: Flight, hub: Hub, begin: Callable[[float | None], None], timeout: float | None) -> None:
+    """Begin once the first view of the fleet is here; the wait for it counts."""
     try:
-        await router.aready(timeout)
+        await hub.router.aready(timeout)
         if not flight.over:
-            begin()
+            begin(None if flight.until is None else max(0.0, flight.until - hub.clock()))
     except Exception as error:
-        flight.end(error)
+        flight.end(aio_ended(error) if isinstance(error, RegistryUnavailable) else error)
 
 
 class UnaryUnary(_Method, grpc.aio.UnaryUnaryMultiCallable):  # type: ignore[type-arg]

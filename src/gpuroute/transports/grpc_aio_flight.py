@@ -8,6 +8,7 @@ when a reader sees an attempt end, its successor has already been decided on.
 from __future__ import annotations
 
 import asyncio
+import time
 import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -85,7 +86,7 @@ class Flight:
     """What one RPC's user, its attempts and its timers share."""
 
     __slots__ = ("_callbacks", "_cancelled", "_changed", "_loop", "_start", "_timer", "error", "inner", "over", "rpc",
-                 "streaming", "waiting", "written")  # fmt: skip
+                 "streaming", "until", "waiting", "written")  # fmt: skip
 
     def __init__(self, start: Start, loop: asyncio.AbstractEventLoop, written: Requests | Written | None) -> None:
         self.rpc: Rpc | None = None
@@ -94,7 +95,8 @@ class Flight:
         self.over = False
         self.streaming = False
         self.written = written
-        self.waiting: object = None  # the task that begins it, for whom nobody else holds a reference
+        self.waiting: object = None  # the task that begins it, to which nobody else holds a reference
+        self.until: float | None = None
         self._start = start
         self._loop = loop
         self._changed: asyncio.Event | None = None
@@ -109,10 +111,9 @@ class Flight:
         rpc = self.rpc
         assert rpc is not None
         try:
-            wait = rpc.delay()
-            peer = rpc.next() if wait <= 0 else None
+            peer = rpc.next()
             if peer is None:
-                self._timer = self._loop.call_later(max(wait, rpc.delay()), self.launch)
+                self._timer = self._loop.call_later(rpc.wait, self.launch)
                 return
             inner = self._start(peer, rpc)
         except (NoEndpointAvailable, DeadlineExceeded) as error:
@@ -281,7 +282,9 @@ class _Routed(grpc.aio.Call):
         flight = self._flight
         if flight.rpc is not None:
             return flight.rpc.timeout()
-        return flight.inner.time_remaining() if flight.inner else None
+        if flight.inner is not None:
+            return flight.inner.time_remaining()  # type: ignore[no-any-return]
+        return None if flight.until is None else max(0.0, flight.until - time.monotonic())
 
     async def _ended(self) -> Any:
         """The inner call that concluded the RPC, or the error that did; waits for it."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import grpc
 from grpc import StatusCode
 
-from gpuroute.errors import DeadlineExceeded, NoEndpointAvailable
+from gpuroute.errors import DeadlineExceeded, NoEndpointAvailable, RegistryUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -121,6 +121,13 @@ class NoEndpoint(EndedCall, NoEndpointAvailable):
         self.retry_after = error.retry_after
 
 
+class NoView(EndedCall, RegistryUnavailable):
+    """UNAVAILABLE: the registry has not told of any fleet yet."""
+
+    def __init__(self, error: RegistryUnavailable) -> None:
+        EndedCall.__init__(self, StatusCode.UNAVAILABLE, str(error))
+
+
 class OutOfTime(EndedCall, DeadlineExceeded):
     """DEADLINE_EXCEEDED, between attempts."""
 
@@ -148,6 +155,14 @@ class AioNoEndpoint(_AioEnded, NoEndpointAvailable):
         self._tell(StatusCode.UNAVAILABLE, str(error))
 
 
+class AioNoView(_AioEnded, RegistryUnavailable):
+    """UNAVAILABLE: the registry has not told of any fleet yet."""
+
+    def __init__(self, error: RegistryUnavailable) -> None:
+        RegistryUnavailable.__init__(self, str(error))
+        self._tell(StatusCode.UNAVAILABLE, str(error))
+
+
 class AioOutOfTime(_AioEnded, DeadlineExceeded):
     """DEADLINE_EXCEEDED, between attempts."""
 
@@ -156,11 +171,18 @@ class AioOutOfTime(_AioEnded, DeadlineExceeded):
         self._tell(StatusCode.DEADLINE_EXCEEDED, str(error))
 
 
-def ended(error: NoEndpointAvailable | DeadlineExceeded) -> EndedCall:
+Core = NoEndpointAvailable | RegistryUnavailable | DeadlineExceeded
+
+
+def ended(error: Core) -> EndedCall:
     """The error of the core as one of gRPC's."""
-    return OutOfTime(error) if isinstance(error, DeadlineExceeded) else NoEndpoint(error)
+    if isinstance(error, DeadlineExceeded):
+        return OutOfTime(error)
+    return NoView(error) if isinstance(error, RegistryUnavailable) else NoEndpoint(error)
 
 
-def aio_ended(error: NoEndpointAvailable | DeadlineExceeded) -> grpc.aio.AioRpcError:
+def aio_ended(error: Core) -> grpc.aio.AioRpcError:
     """The error of the core as one of gRPC's asyncio API."""
-    return AioOutOfTime(error) if isinstance(error, DeadlineExceeded) else AioNoEndpoint(error)
+    if isinstance(error, DeadlineExceeded):
+        return AioOutOfTime(error)
+    return AioNoView(error) if isinstance(error, RegistryUnavailable) else AioNoEndpoint(error)

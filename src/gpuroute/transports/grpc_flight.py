@@ -94,8 +94,7 @@ class Flight:
         """The inner call of a new attempt, or of how it failed to begin; None if a timer will begin it."""
         rpc = self.rpc
         try:
-            wait = rpc.delay()
-            peer = rpc.next() if wait <= 0 else None
+            peer = rpc.next()
             if peer is not None:
                 return self._start(peer, rpc)
         except (NoEndpointAvailable, DeadlineExceeded) as error:
@@ -103,7 +102,7 @@ class Flight:
         except Exception as error:
             rpc.cancelled()
             return EndedCall(StatusCode.INTERNAL, f"the attempt could not begin: {error}")
-        self._timer = threading.Timer(max(wait, rpc.delay()), self.launch)
+        self._timer = threading.Timer(rpc.wait, self.launch)
         self._timer.daemon = True
         self._timer.start()
         return None

@@ -79,7 +79,7 @@ def split_metadata(metadata: Pairs | None) -> tuple[Options, list[tuple[str, Any
 class Hub:
     """What all calls of one routed channel share. Safe from any thread."""
 
-    __slots__ = ("__weakref__", "clock", "closed", "peers", "pool", "prompt", "replay", "router", "version")
+    __slots__ = ("__weakref__", "clock", "closed", "leaves", "pool", "prompt", "repeated", "replay", "router", "version")
 
     def __init__(self, router: Router, pool: str, prompt: ReadPrompt | None, replay: str) -> None:
         if replay not in REPLAY:
@@ -89,6 +89,8 @@ class Hub:
         self.clock = router.clock
         self.prompt = prompt
         self.replay = replay
+        self.repeated = REPEATED_IF_SAFE if replay == FAILED else REPEATED
+        self.leaves = router.settings.disabled or router.settings.rollout < 1
         self.version = 0
         self.closed = False
 
@@ -133,7 +135,7 @@ class Hub:
 
     def unrouted(self, peers: Peers, metadata: Pairs | None) -> tuple[Peer, Pairs | None] | None:
         """The channel of a call that the kill switch or the rollout leaves unrouted, and its metadata."""
-        if not self._may_stay_unrouted():
+        if not self.leaves and not self.router.pool(self.pool).spec.config.disabled:
             return None
         asked, metadata = split_metadata(metadata)
         url = self.router.fallback(self.pool, asked.key)
@@ -142,11 +144,6 @@ class Hub:
         peer = peers.hold(Endpoint(f"fallback {url}", url), self, self.clock())
         peer.live.discard(self)
         return peer, metadata
-
-    def _may_stay_unrouted(self) -> bool:
-        router = self.router
-        settings = router.settings
-        return settings.disabled or settings.rollout < 1 or router.pool(self.pool).spec.config.disabled
 
     def _affinity(self, method: str, request: bytes | None, key: str | None) -> tuple[str | None, Sequence[int], int]:
         """The call's key, prefix hashes and prompt tokens; what its policy cannot use is not read."""
@@ -184,7 +181,8 @@ class Rpc:
         "peer",
         "peers",
         "token",
-    )  # fmt: skip
+        "wait",
+    )
 
     def __init__(
         self, hub: Hub, peers: Peers, call: Call, metadata: Pairs | None, *, limited: bool, patient: bool
@@ -196,6 +194,7 @@ class Rpc:
         self.limited = limited
         self.patient = patient
         self.not_before = 0.0
+        self.wait = 0.0
         self.cause: BaseException | None = None
         self.observer: Observer = observer()
         self.token: object = None
@@ -203,20 +202,18 @@ class Rpc:
         self.peer: Peer | None = None
         self.over = False
 
-    def delay(self) -> float:
-        """Seconds to wait before `next`."""
-        now = self.hub.clock()
-        wait = self.call.delay(now)
-        return wait if self.not_before <= now else max(wait, self.not_before - now)
-
     def next(self) -> Peer | None:
-        """Begin an attempt and give the channel for it; None: ask again after `delay`.
+        """Begin an attempt and give the channel for it; None: ask again after `wait` seconds.
 
         Raises NoEndpointAvailable, DeadlineExceeded; ConfigError if an endpoint's record cannot be dialled.
         """
-        now = self.hub.clock()
+        now, call = self.hub.clock(), self.call
+        wait = max(call.delay(now), self.not_before - now)
+        if wait > 0:
+            self.wait = wait
+            return None
         try:
-            attempt = self.call.next_attempt(now)
+            attempt = self.attempt = call.next_attempt(now)
         except NoEndpointAvailable:
             if not self.patient:
                 self._end(now)
@@ -226,9 +223,8 @@ class Rpc:
         except GpurouteError:
             self._end(now)
             raise
-        self.attempt = attempt
         try:
-            self.peer = self.peers.hold(attempt.endpoint, attempt, now)
+            self.peer = self.peers.hold(attempt.state.endpoint, attempt, now)
         except ConfigError as error:
             if not self._finish(Outcome.FAILED, now, str(error)):
                 self._end(now)
@@ -276,8 +272,7 @@ class Rpc:
         unsent = verdict.unsent and not sent
         if not unsent:
             attempt.sent(now)
-        repeated = REPEATED_IF_SAFE if self.hub.replay == FAILED else REPEATED
-        if verdict.stop or (code not in repeated and verdict.outcome is not Outcome.OVERLOADED):
+        if verdict.stop or (code not in self.hub.repeated and verdict.outcome is not Outcome.OVERLOADED):
             call.replayable = False
         if trailing:
             learn_report(attempt, trailing, self.call.pool.mean_tokens, now)
@@ -325,7 +320,8 @@ class Rpc:
 
     def _wait_a_little(self, now: float) -> None:
         pool = self.call.pool
-        self.not_before = now + 0.01 + pool.rules.retry.backoff(len(self.call.history) + 1, pool.shared.random)
+        self.wait = 0.01 + pool.rules.retry.backoff(len(self.call.history) + 1, pool.shared.random)
+        self.not_before = now + self.wait
 
 
 def learn_report(attempt: Attempt, trailing: Pairs, mean_tokens: float, now: float) -> None:

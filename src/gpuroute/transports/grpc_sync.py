@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from gpuroute.errors import DeadlineExceeded, NoEndpointAvailable
+from gpuroute.errors import DeadlineExceeded, NoEndpointAvailable, RegistryUnavailable
 from gpuroute.transports.grpc_connectivity import Connectivity
 from gpuroute.transports.grpc_errors import SERIALIZING, EndedCall, ended
 from gpuroute.transports.grpc_flight import Flight, Requests, RoutedCall
@@ -163,10 +163,20 @@ class _Method:
         how = {"patient": bool(patient), "streaming": self._streaming}
         return hub.begin(self._peers, self._method, data, timeout, metadata, **how), body
 
-    def _unrouted(self, timeout: float | None, metadata: Any) -> tuple[Any, Any] | None:
+    def _await_view(self, timeout: float | None) -> float | None:
+        """Wait for the first view of the fleet, and return what is left of the call's timeout."""
+        hub = self._hub
+        if hub.settled:
+            return timeout
+        began = hub.clock()
+        try:
+            hub.router.ready(timeout)
+        except RegistryUnavailable as error:
+            raise ended(error) from None
+        return None if timeout is None else max(0.0, timeout - (hub.clock() - began))
+
+    def _unrouted(self, metadata: Any) -> tuple[Any, Any] | None:
         """The multicallable and metadata of a call that the kill switch or the rollout leaves unrouted."""
-        if not self._hub.settled:
-            self._hub.router.ready(timeout)
         found = self._hub.unrouted(self._peers, metadata)
         return found and (found[0].bind(self._unrouted_key), found[1])
 
@@ -183,7 +193,8 @@ class _Method:
         self, request: Any, timeout: float | None, metadata: Any, credentials: Any, patient: bool | None, compression: Any
     ) -> tuple[Any, grpc.Call]:
         """The response and the call that gave it: attempts in a row until one answers or no other is due."""
-        plain = self._unrouted(timeout, metadata)
+        timeout = self._await_view(timeout)
+        plain = self._unrouted(metadata)
         if plain is not None:
             return plain[0].with_call(request, timeout, plain[1], credentials, patient, compression)  # type: ignore[no-any-return]
         rpc, body = self._begin(request, timeout, metadata, patient)
@@ -221,7 +232,8 @@ class _Method:
         compression: Any,
     ) -> Any:
         """A call that is also a future or an iterator; `how` names the multicallable's way to begin one."""
-        plain = self._unrouted(timeout, metadata)
+        timeout = self._await_view(timeout)
+        plain = self._unrouted(metadata)
         if plain is not None:
             return getattr(plain[0], how)(request, timeout, plain[1], credentials, patient, compression)
         rpc, body = self._begin(request, timeout, metadata, patient)
@@ -238,11 +250,10 @@ class _Method:
 
 def _next_peer(rpc: Rpc) -> Peer | None:
     try:
-        wait = rpc.delay()
-        if wait > 0:
-            time.sleep(wait)
-            return None
-        return rpc.next()
+        peer = rpc.next()
+        if peer is None:
+            time.sleep(rpc.wait)
+        return peer
     except (NoEndpointAvailable, DeadlineExceeded) as error:
         if rpc.cause is not None and isinstance(error, NoEndpointAvailable):
             rpc.note(rpc.cause)
