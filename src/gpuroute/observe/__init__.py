@@ -8,6 +8,7 @@ Nothing here raises into a call.
 from __future__ import annotations
 
 import sys
+import threading
 import time
 import weakref
 from typing import TYPE_CHECKING, Protocol
@@ -60,16 +61,19 @@ _SILENT = Observer()
 _current: Observer = _SILENT
 _look_at = 0.0
 _routers: weakref.WeakSet[Watched] = weakref.WeakSet()
+_lock = threading.Lock()
 
 
 def watch(router: Watched) -> None:
     """Show this router's endpoints in the gauges for as long as it lives."""
-    _routers.add(router)
+    with _lock:
+        _routers.add(router)
 
 
 def watched() -> list[Watched]:
     """The routers that live."""
-    return list(_routers)
+    with _lock:
+        return list(_routers)
 
 
 def observer() -> Observer:
