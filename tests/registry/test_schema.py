@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
 
 import pytest
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 from gpuroute.core.endpoint import Capacity, Endpoint, Gpu, State, Tls
 from gpuroute.core.fleet import PoolConfig
 from gpuroute.errors import InvalidRecord
+from gpuroute.registry import schema
 from gpuroute.registry.schema import (
     MAX_BYTES,
     check_pool,
@@ -336,3 +339,11 @@ def test_any_json_is_a_pool_config_or_an_invalid_record(fields: dict) -> None:
         parse_config(fields, key="k")
     except InvalidRecord as error:
         assert str(error).startswith("k: ")
+
+
+@pytest.mark.parametrize(("heading", "rows"), [("endpoint", schema._ENDPOINT), ("pool", schema._CONFIG)])
+def test_the_documentation_lists_the_fields(heading: str, rows: dict) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "registry.md").read_text()
+    section = page.partition(f"of a{'n' * (heading == 'endpoint')} {heading}\n")[2].partition("\n## ")[0]
+    cells = re.findall(r"^\| (`[^|]*`) \|", section, re.MULTILINE)
+    assert {name for cell in cells for name in re.findall(r"`(\w+)`", cell)} == set(rows)
