@@ -8,7 +8,6 @@ Nothing here raises into a call.
 from __future__ import annotations
 
 import sys
-import threading
 import time
 import weakref
 from typing import TYPE_CHECKING, Protocol
@@ -60,20 +59,17 @@ LOOK_EVERY_S = 1.0
 _SILENT = Observer()
 _current: Observer = _SILENT
 _look_at = 0.0
-_routers: weakref.WeakSet[Watched] = weakref.WeakSet()
-_lock = threading.Lock()
+_routers: set[weakref.ref[Watched]] = set()  # not a WeakSet: that cannot be copied while another thread adds
 
 
 def watch(router: Watched) -> None:
     """Show this router's endpoints in the gauges for as long as it lives."""
-    with _lock:
-        _routers.add(router)
+    _routers.add(weakref.ref(router, _routers.discard))
 
 
 def watched() -> list[Watched]:
     """The routers that live."""
-    with _lock:
-        return list(_routers)
+    return [router for reference in tuple(_routers) if (router := reference()) is not None]
 
 
 def observer() -> Observer:
