@@ -1,8 +1,9 @@
 """What an agent believes of its engine between two samples: a virtual queue and a memory of prefixes. Pure.
 
 The queue is the larger of two truths: what the engine said at the last sample, and the takes that were not yet told. A
-`tell` (the client saw its first token) settles a take, silence expires it after `EXPIRE_S`: longer poisons the queue with
-calls that were cancelled or went elsewhere, and a queue drained by a clock at the prefill rate drifts by 1.5-2x.
+`tell` (the client saw its first token) settles a take; silence expires it after `EXPIRE_S` unless the engine's own count
+says that so many are still waiting: longer poisons the queue with calls that were cancelled or went elsewhere, shorter
+forgets a real queue (0.54 against 0.48 s mean TTFT in the headline simulation). A queue drained by a clock drifts by 1.5-2x.
 Told times calibrate the prefill rate for all clients, so an engine that is slower than it says is found out by anybody.
 """
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 EXPIRE_S = 3.0
+LOST_S = 10.0
+IN_PREFILL = 2
 MAX_ASKS = 20_000
 
 
@@ -143,11 +146,13 @@ class Book:
         return max(self.sample.waiting, len(self._takes))
 
     def _expire(self, now: float) -> None:
-        for book in (self._takes, self._asks):
-            while book:
-                id_, entry = next(iter(book.items()))
-                if now - entry[0] <= EXPIRE_S:
-                    break
-                del book[id_]
-                if isinstance(entry, Take):
-                    self._untold -= entry.uncached
+        while self._asks and now - next(iter(self._asks.values()))[0] > EXPIRE_S:
+            self._asks.popitem(last=False)
+        waiting = self.sample.waiting if now - self.sample.at < EXPIRE_S else 0
+        while self._takes and self._is_lost(next(iter(self._takes.values())), waiting, now):
+            self._untold -= self._takes.popitem(last=False)[1].uncached
+
+    def _is_lost(self, take: Take, waiting: int, now: float) -> bool:
+        """True if the oldest take is neither in the engine's own queue nor, by its age, in prefill."""
+        age, beyond = now - take.at, len(self._takes) - waiting
+        return (age > EXPIRE_S and beyond > IN_PREFILL) or (age > LOST_S and beyond > 0)

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from gpuroute.core.report import Queue
-from gpuroute.core.speed import Rate, shrunk
+from gpuroute.core.speed import TELLING_TOKENS, Rate, shrunk
 
 if TYPE_CHECKING:
     from gpuroute.core.report import Report
@@ -20,8 +20,9 @@ def learn_first_token(state: EndpointState, uncached: int, queued: float, second
     if state.speed is None:
         state.speed = Rate(math.exp(cohort.log))
     work = max(1.0, uncached + queued)
-    state.speed.learn(seconds / work)
-    cohort.learn(seconds / work)
+    weight = min(1.0, work / TELLING_TOKENS)
+    state.speed.learn(seconds / work, weight)
+    cohort.learn(seconds / work, weight)
     wait = max(0.0, seconds - uncached * shrunk(state.speed, cohort))
     if state.queue is None:
         state.queue = Queue()

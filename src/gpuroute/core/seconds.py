@@ -38,6 +38,7 @@ class SecondsRules:
     alpha_max: float = 30.0
     alpha_tokens: float = 3_000.0
     blind_alpha: float = 3.0
+    blind_hit: float = 0.35
     home_discount: float = 0.3
     home_discount_max: float = 3.0
     home_tokens: float = 30_000.0
@@ -60,7 +61,7 @@ class Soonest:
         self.ring = self._ring
 
     def candidates(self, ask: Ask) -> Sequence[EndpointState]:
-        """At most six: last placement, two homes of up to 2,048 tokens, one of 512, two random. Drawn once per call."""
+        """At most six: last placement, two homes of up to 2,048 tokens, one of 8,192, two random. Drawn once per call."""
         if ask.candidates is None:
             found: dict[EndpointState, str] = {}
             for state, why in self._sources(ask):
@@ -105,6 +106,8 @@ class Soonest:
         else:
             backlog = self._blind_backlog(state, ask, rate, speeds)
             alpha = rules.blind_alpha
+            if ask.candidates and ask.candidates.get(state) == "home":
+                uncached *= 1 - rules.blind_hit  # others were sent here for the same prefix
         seconds = backlog + alpha * uncached - self._home_discount(state, ask, rate, speeds)
         if state.last_error_at is not None and state.troubled:
             seconds += rules.failure_s * math.exp(-(ask.now - state.last_error_at) / rules.failure_fade_s)
@@ -132,8 +135,8 @@ class Soonest:
                 yield by_id[placed], "placed before"
             for owner, _ in zip(self._ring.homes(ladder[min(len(ladder), 3) - 1]), range(2), strict=False):
                 yield by_id[owner], "home"
-            if len(ladder) > 2:
-                yield by_id[self._ring.home(ladder[1])], "home"
+            if len(ladder) > 3:
+                yield by_id[self._ring.home(ladder[3])], "home"
         for state in self._two(ask):
             yield state, "random"
 

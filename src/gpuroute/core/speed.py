@@ -23,6 +23,7 @@ PREFILL_PRIOR = {
     "L4": 266e-6,
 }
 UNKNOWN_PRIOR = 50e-6
+TELLING_TOKENS = 4_000  # less work than this is mostly the engine's step time, so it says less about the rate
 SHRINK = 20.0  # samples at which own experience weighs as much as the cohort's
 
 
@@ -33,13 +34,13 @@ class Rate:
 
     def __init__(self, prior: float) -> None:
         self.log = math.log(prior)
-        self.count = 0
+        self.count = 0.0
 
-    def learn(self, seconds_per_token: float) -> None:
-        """One sample; the newest weigh 2 % once there are fifty."""
+    def learn(self, seconds_per_token: float, weight: float = 1.0) -> None:
+        """One sample; the newest weigh 2 % once there are fifty. `weight` (0..1): how much it can say."""
         if 0 < seconds_per_token < math.inf:
-            self.count += 1
-            self.log += (math.log(seconds_per_token) - self.log) * max(0.02, 1.0 / (self.count + 1))
+            self.count += weight
+            self.log += (math.log(seconds_per_token) - self.log) * weight * max(0.02, 1.0 / (self.count + 1))
 
 
 class Speeds:
