@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import random
+import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -226,6 +229,51 @@ def test_the_rate_limit_is_bounded() -> None:
     for key in range(5_000):
         assert limit.admit(key) == 0
     assert len(limit._seen) <= logs.MAX_KEYS
+
+
+END_TO_END = """
+import json, sys
+import gpuroute.httpx2
+from gpuroute.testing import GpuServer
+from opentelemetry import metrics, trace
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+with GpuServer(time_scale=0.0) as server:
+    router = gpuroute.Router("llama=" + server.url)
+    client = gpuroute.httpx2.Client(router)
+    reader, exporter = InMemoryMetricReader(), InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    trace.set_tracer_provider(provider)
+    metrics.set_meter_provider(MeterProvider([reader]))
+    with trace.get_tracer("test").start_as_current_span("caller") as caller:
+        body, headers = {"model": "m", "prompt": "hello", "max_tokens": 3}, {"traceparent": "the caller's own"}
+        client.post("http://llama/v1/completions", json=body, headers=headers).raise_for_status()
+    span = exporter.get_finished_spans()[0]
+    sent = [value.decode() for name, value in server.last_request.headers if name.lower() == b"traceparent"]
+    names = {m.name for r in reader.get_metrics_data().resource_metrics for s in r.scope_metrics for m in s.metrics}
+    client.close()
+print(json.dumps({
+    "parent": span.parent.span_id == caller.get_span_context().span_id,
+    "sent": [ids[:52] for ids in sent] == [f"00-{span.context.trace_id:032x}-{span.context.span_id:016x}"],
+    "names": sorted(names),
+}))
+"""
+
+
+def test_a_real_call_is_measured_and_its_trace_goes_on() -> None:
+    """The SDK comes after the client, as in a program that sets up telemetry late."""
+    done = subprocess.run([sys.executable, "-c", END_TO_END], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    seen = json.loads(done.stdout)
+    assert seen["parent"]
+    assert seen["sent"]
+    documented = (Path(__file__).parent.parent / "docs" / "observability.md").read_text()
+    assert seen["names"] == sorted(re.findall(r"^\| `(gpuroute\.[a-z_.]+)`", documented, re.MULTILINE))
 
 
 SILENT = """

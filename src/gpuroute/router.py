@@ -6,6 +6,7 @@ router in its parent. A forked child starts afresh from the last view: load, loc
 
 from __future__ import annotations
 
+import logging
 import os
 import random as _random
 import threading
@@ -20,9 +21,12 @@ from gpuroute.core.call import Call
 from gpuroute.core.candidates import Ask
 from gpuroute.core.describe import Explanation, RouterView, describe_pool, explain
 from gpuroute.core.fleet import Fleet, PoolSpec
+from gpuroute.core.hedge import HedgeRules
+from gpuroute.core.outliers import OutlierRules
 from gpuroute.core.pool import Pool, PoolRules, merge_rules
 from gpuroute.core.retry import RetryRules
 from gpuroute.core.ring import session_key
+from gpuroute.core.watchdog import WatchdogRules
 from gpuroute.errors import ConfigError, RegistryUnavailable, RouterClosed, UnknownPool
 
 if TYPE_CHECKING:
@@ -74,6 +78,8 @@ class Router:
         self._fork_hooks: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._arrange()
         self._check_source()
+        if self.settings.log_level:
+            logging.getLogger("gpuroute").setLevel(self.settings.log_level.upper())
         _ROUTERS.add(self)
 
     @classmethod
@@ -131,10 +137,16 @@ class Router:
             self._started = True
         assert self._source is not None
         try:
-            self._subscription = self._source.subscribe(self.update)
+            subscription = self._source.subscribe(self.update)
         except BaseException:
             self._started = False
             raise
+        with self._lock:
+            if not self._closed:
+                self._subscription = subscription
+        if self._closed:  # by another thread meanwhile: nobody else would stop this watch
+            subscription.close()
+            raise RouterClosed("this router was closed while it started")
 
     def update(self, fleet: Fleet) -> None:
         """Adopt a whole view of the fleet. Called by the registry; any thread."""
@@ -164,6 +176,10 @@ class Router:
             timeout=settings.timeout,
             max_in_flight=settings.max_in_flight,
             panic=settings.panic,
+            panic_share=settings.panic_share,
+            outliers=OutlierRules(interval_s=settings.eject_interval, max_share=settings.eject_share),
+            watchdog=WatchdogRules(enabled=settings.watchdog),
+            hedge=HedgeRules(hedge=settings.hedge, reroute=settings.reroute),
             retry=RetryRules(attempts=settings.attempts),
             breaker=BreakerRules(failures=settings.breaker_failures, open_s=settings.breaker_open),
             budget_ratio=settings.retry_budget,
@@ -176,7 +192,7 @@ class Router:
 
     @property
     def is_ready(self) -> bool:
-        """True once a first view of the fleet is here."""
+        """True once a first view of the fleet is here (or will never be, after `close`): there is nothing to wait for."""
         return self._ready.is_set()
 
     def ready(self, timeout: float | None = None) -> None:
@@ -186,8 +202,8 @@ class Router:
         """
         if self._closed or not self._ready.is_set():
             self.start()
-            if not self._ready.wait(self._patience(timeout)):
-                raise self._no_view()
+            self._ready.wait(self._patience(timeout))
+            self._check_view()
 
     async def aready(self, timeout: float | None = None) -> None:
         """Like `ready`, without blocking the event loop."""
@@ -204,16 +220,24 @@ class Router:
 
             with self._lock:
                 self._waiting.append(wake)
-            if self._ready.is_set():
-                return
-            with suppress(TimeoutError):
-                await asyncio.wait_for(arrived.wait(), self._patience(timeout))
-            if not self._ready.is_set():
-                raise self._no_view()
+            try:
+                if not self._ready.is_set():
+                    with suppress(TimeoutError):
+                        await asyncio.wait_for(arrived.wait(), self._patience(timeout))
+            finally:
+                with self._lock, suppress(ValueError):
+                    self._waiting.remove(wake)
+            self._check_view()
 
     def _patience(self, timeout: float | None) -> float:
         limit = self.settings.ready_timeout
         return limit if timeout is None else min(limit, timeout)
+
+    def _check_view(self) -> None:
+        if self._closed:
+            raise RouterClosed("this router was closed before the first view of the fleet came")
+        if not self._ready.is_set():
+            raise self._no_view()
 
     def _no_view(self) -> RegistryUnavailable:
         trouble = self._subscription.error if self._subscription else None
@@ -240,13 +264,18 @@ class Router:
         """Begin one logical call. Never blocks: see `ready` for the first one.
 
         `key`: session affinity; `ladder`: prefix hashes; `tokens`: estimated prompt tokens; `timeout`: seconds over all
-        attempts. Raises UnknownPool, RouterClosed, RegistryUnavailable.
+        attempts. Raises UnknownPool, RouterClosed, RegistryUnavailable, ConfigError (a negative timeout, no attempt).
         """
+        if (timeout is not None and not timeout >= 0) or (attempts is not None and attempts < 1):
+            raise ConfigError(f"call: need timeout >= 0 seconds and attempts >= 1, got {timeout} and {attempts}")
         found = self.pool(pool)
+        ask = self._ask(found, key, ladder, tokens)
+        if ask.key is None and not ladder:
+            found.shared.signals.keyless += 1
         return Call(
             found,
             self.clock(),
-            ask=self._ask(found, key, ladder, tokens),
+            ask=ask,
             timeout=found.rules.timeout if timeout is None else timeout,
             attempts=attempts,
             replayable=replayable,
@@ -254,9 +283,8 @@ class Router:
 
     @staticmethod
     def _ask(pool: Pool, key: str | None, ladder: Sequence[int], tokens: int) -> Ask:
+        # A blank key is no key: all who send one would share one home.
         position = session_key(key, pool.spec.config.salt) if key and not key.isspace() else None
-        if position is None and not ladder:
-            pool.shared.signals.keyless += 1
         return Ask(position, ladder, tokens)
 
     def attempt(
@@ -290,22 +318,33 @@ class Router:
         raise UnknownPool(f"pool {name!r} is not in the fleet; known pools: {known}")
 
     def resolve(self, model: str) -> str:
-        """The pool that serves a model: the pool of that name, else the only one whose endpoints list the model.
+        """The pool that serves a model: the pool of that name, else the only one all of whose endpoints list the model.
 
-        Raises UnknownPool; nothing is sent for a model that nobody serves.
+        Raises UnknownPool, and then nothing is sent: a call must not reach a host that lacks the model. Also raises
+        RouterClosed, RegistryUnavailable.
         """
-        if model in self._pools:
+        if not self._started or self._closed or not self._ready.is_set():
+            self.start()
+            self._check_view()
+        pools = {name: pool.spec.endpoints for name, pool in self._pools.items()}
+        if pools.get(model):
             return model
-        serving = [
-            name
-            for name, pool in self._pools.items()
-            if any(model == e.model or model in e.adapters for e in pool.spec.endpoints)
-        ]
+        listing = {name: sum(_serves(e, model) for e in endpoints) for name, endpoints in pools.items()}
+        serving = [name for name, count in listing.items() if 0 < count == len(pools[name])]
         if len(serving) == 1:
             return serving[0]
+        if model in pools:
+            return model  # it has no endpoints now, which the call will say
+        raise UnknownPool(self._why_unresolved(model, listing, serving))
+
+    @staticmethod
+    def _why_unresolved(model: str, listing: Mapping[str, int], serving: Sequence[str]) -> str:
         if serving:
-            raise UnknownPool(f"model {model!r} is served by several pools ({', '.join(sorted(serving))}): name one")
-        raise UnknownPool(f"no pool serves model {model!r}; known pools: {', '.join(sorted(self._pools)) or 'none'}")
+            return f"model {model!r} is served by several pools ({', '.join(sorted(serving))}): name one"
+        partly = ", ".join(sorted(name for name, count in listing.items() if count))
+        if partly:
+            return f"model {model!r} is served by only some endpoints of pool {partly}: give it a pool of its own"
+        return f"no pool serves model {model!r}; known pools: {', '.join(sorted(listing)) or 'none'}"
 
     def fallback(self, pool: str, key: str | None = None) -> str | None:
         """The URL to use instead of routing: kill switch, or the share of calls outside the rollout; else None."""
@@ -338,6 +377,8 @@ class Router:
     def snapshot(self) -> RouterView:
         """What this router knows now: pools, endpoints, load, limits, ages, last errors. Typed and JSON-able."""
         now, fleet = self.clock(), self._fleet
+        for pool in self._pools.values():
+            pool.wake(now)
         return RouterView(
             source=self._describe_source(),
             stale=fleet.stale if fleet else True,
@@ -351,9 +392,9 @@ class Router:
     def explain(self, pool: str, *, key: str | None = None, ladder: Sequence[int] = (), tokens: int = 0) -> Explanation:
         """The candidates, costs, exclusions and winner of a pick that is not done. Raises UnknownPool."""
         found = self.pool(pool)
-        position = session_key(key, found.spec.config.salt) if key else None
-        ask = Ask(position, ladder, tokens)
+        ask = self._ask(found, key, ladder, tokens)
         ask.now = self.clock()
+        found.wake(ask.now)
         return explain(found, ask)
 
     # ------------------------------------------------------------------------------------------ the end
@@ -379,6 +420,10 @@ class Router:
         with self._lock:
             self._closed = True
             subscription, self._subscription = self._subscription, None
+            waiting, self._waiting = self._waiting, []
+        self._ready.set()  # who waits for a view must hear that none will come
+        for wake in waiting:
+            wake()
         if subscription is not None:
             subscription.close()
 
@@ -401,6 +446,10 @@ class Router:
     def __repr__(self) -> str:
         pools = {name: len(pool.snapshot.states) for name, pool in self._pools.items()}
         return f"<Router {type(self._source).__name__} pools={pools} version={self.version}{' closed' * self._closed}>"
+
+
+def _serves(endpoint: Endpoint, model: str) -> bool:
+    return model == endpoint.model or model in endpoint.adapters
 
 
 def _reset_after_fork() -> None:
