@@ -12,6 +12,7 @@ of 430,000 for a full batch.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -30,8 +31,8 @@ class KvPool:
         self.evictions = 0
         self.watch: Callable[[int, bool], None] | None = None  # told of blocks that come (True) and go
         self._refs: dict[int, int] = {}
-        self._idle: dict[int, None] = {}
-        self._dram: dict[int, None] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()  # a plain dict pops its first item in O(n)
+        self._dram: OrderedDict[int, None] = OrderedDict()
         self._dram_blocks = dram_tokens // block
 
     @property
@@ -128,9 +129,7 @@ class KvPool:
     def _shrink(self) -> None:
         excess = self.active + len(self._idle) * self.block - self.capacity
         while excess > 0 and self._idle:
-            key = next(iter(self._idle))
-            del self._idle[key]
-            self._spill(key)
+            self._spill(self._idle.popitem(last=False)[0])
             excess -= self.block
 
     def _spill(self, key: int) -> None:
@@ -142,9 +141,7 @@ class KvPool:
         dram.pop(key, None)
         dram[key] = None
         if len(dram) > self._dram_blocks:
-            oldest = next(iter(dram))
-            del dram[oldest]
-            self._gone(oldest)
+            self._gone(dram.popitem(last=False)[0])
 
     def _gone(self, key: int) -> None:
         if self.watch is not None and key not in self._refs and key not in self._idle:

@@ -66,11 +66,11 @@ def print_table(results: Sequence[Result], title: str = "") -> None:
 
         table = Table(title=title or None, title_justify="left")
         for index, name in enumerate(header):
-            table.add_column(name, justify="left" if index < 2 else "right")
+            table.add_column(name, justify="left" if index < 2 else "right", no_wrap=index == 0)
         for row in rows:
             table.add_row(*row)
         console = Console()
-        Console(width=max(console.width, 150)).print(table)
+        Console(width=max(console.width, 165)).print(table)
         return
     widths = [max(len(row[index]) for row in [header, *rows]) for index in range(len(header))]
     for row in [[title], header, *rows] if title else [header, *rows]:
