@@ -14,6 +14,7 @@ from __future__ import annotations
 import difflib
 import logging
 import os
+import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -47,7 +48,8 @@ __all__ = ["Secret", "Settings"]
 T = TypeVar("T")
 
 PREFIX = "GPUROUTE_"
-ARGUMENT, ENVIRONMENT, POOL, DEFAULT = "argument", "environment", "pool", "default"
+ARGUMENT, ENVIRONMENT, DEFAULT = "argument", "environment", "default"
+_LONG_FRACTION = r"\.(\d\d)\d+"
 
 
 def _row(default: T, form: Form[Any], doc: str) -> T:
@@ -106,6 +108,22 @@ class Settings:
         choice("fail_open", "fail_fast"),
         "What happens when nearly every endpoint of a pool is ejected.",
     )
+    panic_share: float = _row(
+        0.0, PERCENT, "Share of endpoints in service at or below which a pool is in panic; 0%: when none is left."
+    )
+    eject_interval: float = _row(
+        10.0, DURATION_OR_ZERO, "How often endpoints are compared with their peers, to eject the outliers; 0s: never."
+    )
+    eject_share: float = _row(0.34, PERCENT, "Most capacity of a pool that may be ejected at a time.")
+    watchdog: bool = _row(True, BOOLEAN, "Give up attempts that are silent for longer than is normal for the endpoint.")
+    hedge: bool = _row(False, BOOLEAN, "Send a second attempt when the first byte is late; at most 5% of calls.")
+    reroute: bool = _row(False, BOOLEAN, "Move a call that still waits in a queue elsewhere; at most 10% of calls.")
+    continuation: bool = _row(
+        False, BOOLEAN, "Continue an interrupted stream of generated text on another endpoint, if the engine can."
+    )
+    deadline_header: str | None = _row(None, WORD, "Request header that carries the milliseconds left of the deadline.")
+    health_checks: bool = _row(False, BOOLEAN, "Ask endpoints for their health from this process, too.")
+    health_interval: float = _row(5.0, DURATION, "How often one endpoint is asked for its health, jittered.")
     asks: str = _row(
         "auto",
         choice("auto", "on", "off"),
@@ -304,7 +322,7 @@ def markdown() -> str:
 def _markdown_row(row: Field[Any]) -> str:
     form = row.metadata["form"]
     name = f"`{variable(row.name)}`" + (f", `{variable(row.name)}_FILE`" if is_secret(row) else "")
-    default = "" if row.default is None else f"`{form.show(row.default)}`"
+    default = "" if row.default is None else f"`{re.sub(_LONG_FRACTION, r'.\1', form.show(row.default))}`"
     secret = " Secret: never shown." if is_secret(row) else ""
     return f"| {name} | `{row.name}` | {form.accepts} | {default} | {row.metadata['doc']}{secret} |"
 
