@@ -14,7 +14,6 @@ from __future__ import annotations
 import difflib
 import logging
 import os
-import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -49,7 +48,6 @@ T = TypeVar("T")
 
 PREFIX = "GPUROUTE_"
 ARGUMENT, ENVIRONMENT, DEFAULT = "argument", "environment", "default"
-_LONG_FRACTION = r"\.(\d\d)\d+"
 
 
 def _row(default: T, form: Form[Any], doc: str) -> T:
@@ -322,7 +320,7 @@ def markdown() -> str:
 def _markdown_row(row: Field[Any]) -> str:
     form = row.metadata["form"]
     name = f"`{variable(row.name)}`" + (f", `{variable(row.name)}_FILE`" if is_secret(row) else "")
-    default = "" if row.default is None else f"`{re.sub(_LONG_FRACTION, r'.\1', form.show(row.default))}`"
+    default = "" if row.default is None else f"`{form.show(row.default)}`"
     secret = " Secret: never shown." if is_secret(row) else ""
     return f"| {name} | `{row.name}` | {form.accepts} | {default} | {row.metadata['doc']}{secret} |"
 
