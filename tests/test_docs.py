@@ -60,6 +60,11 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == []
 
 
+def test_the_index_lists_every_page() -> None:
+    pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"index.md"}
+    assert pages <= set(re.findall(r"^- \[[^]]*\]\(([^)]*)\):? ", (ROOT / "docs" / "index.md").read_text(), re.MULTILINE))
+
+
 @every_page
 def test_variables_and_commands_exist(page: Path) -> None:
     text = page.read_text()
