@@ -16,6 +16,7 @@ from gpuroute.cli import COMMANDS
 from gpuroute.config import is_secret, markdown, rows, variable
 from gpuroute.core.outcome import Outcome
 from gpuroute.core.policies import POLICIES
+from gpuroute.registry import first_fleet, open_registry
 from gpuroute.testing import GpuServer
 
 ROOT = Path(__file__).parent.parent
@@ -96,6 +97,16 @@ def test_examples_run(name: str) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert done.stdout.strip()
+
+
+@every_page
+def test_fleet_files_are_fleets(page: Path, tmp_path: Path) -> None:
+    for number, block in enumerate(blocks(page.read_text(), "toml")):
+        path = tmp_path / f"fleet-{number}.toml"
+        path.write_text(block)
+        fleet = first_fleet(open_registry(str(path)), 10.0)
+        assert fleet.problems == ()
+        assert all(pool.endpoints for pool in fleet.pools.values())
 
 
 def test_the_changelog_knows_this_version() -> None:
