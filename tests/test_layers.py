@@ -126,3 +126,13 @@ def test_sizes(path: Path) -> None:
     functions = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
     long = {node.name: lines for node in functions if (lines := (node.end_lineno or 0) - node.lineno + 1) > 60}
     assert long == {}
+
+
+def test_libraries_load_when_they_are_used() -> None:
+    """A router over a static list needs no client library; a client of one library none of the others."""
+    names = "[n for n in ('httpx', 'httpx2', 'grpc', 'opentelemetry', 'asyncio', 'rich') if n in sys.modules]"
+    router = "import sys, json, gpuroute; gpuroute.Router(endpoints=['http://a:1']).call('default'); "
+    assert imported_by(router + f"print(json.dumps({names}))") == []
+    httpx2 = "import sys, json, gpuroute.httpx2; "
+    loaded = imported_by(httpx2 + f"print(json.dumps({names}))")
+    assert not {"httpx", "grpc", "opentelemetry", "rich"} & set(loaded)
