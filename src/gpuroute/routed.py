@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Self
 
 from gpuroute.core.outcome import Outcome
-from gpuroute.errors import NoEndpointAvailable
+from gpuroute.errors import GpurouteError, NoEndpointAvailable
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -68,6 +68,8 @@ class RoutedAttempt:
     ) -> None:
         if kind is None:
             self._end(Outcome.SUCCESS)
+        elif issubclass(kind, GpurouteError):  # of a call within the block, to another endpoint
+            self._end(Outcome.CANCELLED, reason=kind.__name__)
         elif issubclass(kind, TimeoutError):
             self._end(Outcome.TIMED_OUT, reason=kind.__name__)
         elif issubclass(kind, self._failures):

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from gpuroute.core.state import EndpointState
 
 
+DRAWN = frozenset({"candidate", "random"})  # how candidates of chance are named
+
+
 @dataclass(frozen=True, slots=True)
 class EndpointView:
     """One endpoint as this process sees it. `limit` None = unlimited; ages in seconds."""
@@ -143,16 +146,16 @@ def explain(pool: Pool, ask: Ask) -> Explanation:
         CandidateView(state.id, cost, why, len(state.in_flight), _closed(state))
         for state, cost, why in pool.snapshot.picker.consider(ask)
     ]
-    fit = [row for row in rows if not row.excluded]
-    winner = _winner(pool, ask, fit)
+    winner = _winner(pool, ask, rows)
     closed = {state.id: _closed(state) for state in pool.snapshot.states if _closed(state)}
     return Explanation(pool.name, pool.rules.policy, winner, tuple(rows), closed)
 
 
-def _winner(pool: Pool, ask: Ask, fit: list[CandidateView]) -> str | None:
-    if fit and not pool.snapshot.picker.wants_ladder and ask.key is None:
-        return min(fit, key=lambda row: row.cost).endpoint
-    state = pool.pick(ask)  # a pick acquires nothing; for homes it draws no chance either
+def _winner(pool: Pool, ask: Ask, rows: list[CandidateView]) -> str | None:
+    fit = [row for row in rows if not row.excluded]
+    if fit and all(row.why in DRAWN for row in rows):
+        return min(fit, key=lambda row: row.cost).endpoint  # a second draw would compare others than those shown
+    state = pool.pick(ask)  # a pick acquires nothing
     return state.id if state else None
 
 

@@ -144,6 +144,11 @@ class Pool:
             state = self.pick(ask, tried)  # a limit was reached in between: that endpoint is not admitted now
         return self._acquire_in_panic(ask, now, tried, number) if self.rules.panic == "fail_open" else None
 
+    def wake(self, now: float) -> None:
+        """Do what has fallen due: for those who look at a pool that has had no call for a while."""
+        if now >= self.shared.wake_at:
+            self.tick(now)
+
     def tick(self, now: float) -> None:
         """Lift caps whose time has passed."""
         with self.lock:
