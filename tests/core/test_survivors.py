@@ -12,7 +12,7 @@ from gpuroute.core.breaker import BreakerRules, BreakerState
 from gpuroute.core.candidates import Ask
 from gpuroute.core.endpoint import Capacity, State
 from gpuroute.core.outcome import Outcome
-from gpuroute.core.state import RAMP_CALLS, RAMP_S
+from gpuroute.core.ramp import RAMP_CALLS, RAMP_S
 
 
 def test_e9_a_flapping_key_keeps_load_breaker_and_affinity() -> None:

@@ -23,6 +23,7 @@ from gpuroute.core.candidates import Ask
 from gpuroute.core.history import prompt_units
 from gpuroute.core.outcome import Outcome
 from gpuroute.core.seconds import Soonest
+from gpuroute.core.story import tell, why_nobody
 from gpuroute.core.tried import Tried
 from gpuroute.errors import DeadlineExceeded, NoEndpointAvailable
 
@@ -232,18 +233,9 @@ class Call:
         return True
 
     def _nobody(self, now: float) -> NoEndpointAvailable:
-        pool = self.pool
-        pool.shared.signals.no_endpoint += 1
-        retry_after = pool.retry_after(now)
-        size, routable = len(pool.snapshot.states), len(pool.snapshot.routable)
-        if not size:
-            why = "the registry lists no endpoint for it"
-        elif not routable:
-            why = f"none of its {size} endpoints is in service (drained, warming or weight 0)"
-        else:
-            why = f"none of its {routable} endpoints may take a call now"
-        soon = "" if retry_after is None else f"; the earliest returns in {retry_after:.2f} s"
-        return NoEndpointAvailable(self._story(f"pool {pool.name!r}: {why}{soon}"), retry_after=retry_after)
+        self.pool.shared.signals.no_endpoint += 1
+        retry_after = self.pool.retry_after(now)
+        return NoEndpointAvailable(self._story(why_nobody(self.pool, retry_after)), retry_after=retry_after)
 
     def _story(self, text: str) -> str:
         story = self.story()
@@ -251,7 +243,4 @@ class Call:
 
     def story(self) -> str:
         """The attempts in one line for error notes: `2 attempts: gpu-7 503, gpu-2 connection refused`."""
-        if not self.history:
-            return ""
-        parts = (f"{a.state.id} {a.reason or (a.outcome.label if a.outcome else 'live')}" for a in self.history)
-        return f"{len(self.history)} attempt{'s' * (len(self.history) != 1)}: {', '.join(parts)}"
+        return tell(self.history)

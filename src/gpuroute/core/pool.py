@@ -16,6 +16,7 @@ from gpuroute.core.fleet import PoolSpec
 from gpuroute.core.hedge import HedgeRules
 from gpuroute.core.outliers import OutlierRules, Outliers
 from gpuroute.core.placement import Placements
+from gpuroute.core.ramp import climb, start_ramp
 from gpuroute.core.retry import RetryRules
 from gpuroute.core.seconds import Soonest
 from gpuroute.core.shared import Lock, NoLock, PoolState
@@ -119,7 +120,7 @@ class Pool:
         self.shared.wake_at = min(self.shared.wake_at, self.outliers.due_at)
         if before.states:  # endpoints that were there before this process are as warm as they get
             for state in cold:
-                state.start_ramp(now)
+                start_ramp(state, now)
 
     def pick(self, ask: Ask = NOTHING_ASKED, tried: Container[EndpointState] = ()) -> EndpointState | None:
         """The endpoint for one attempt, or None; untried ones outside failed domains, then untried ones, then any."""
@@ -158,7 +159,7 @@ class Pool:
             for state in tuple(self.shared.limited):
                 state.tick(now)
             for state in tuple(self.shared.ramping):
-                state.climb(now)
+                climb(state, now)
             with self.shared.lock:
                 moments = [until for state in self.shared.limited for until in tuple(state.until.values())]
                 moments += [self.outliers.due_at, now + 1.0 if self.shared.ramping else INF]

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from gpuroute.core.pickers import Kit, Picker
 from gpuroute.core.policies import build_picker
-from gpuroute.core.state import CAPACITY, INF, RAMP_S, EndpointState
+from gpuroute.core.ramp import RAMP_S
+from gpuroute.core.state import CAPACITY, INF, EndpointState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -16,6 +16,7 @@ from gpuroute.core.breaker import Breaker, BreakerState
 from gpuroute.core.candidates import UNKNOWN_LATENCY
 from gpuroute.core.history import History, prompt_units
 from gpuroute.core.learning import learn_first_token
+from gpuroute.core.ramp import climb, start_ramp
 
 if TYPE_CHECKING:
     from gpuroute.core.endpoint import Endpoint
@@ -31,7 +32,6 @@ PAUSE = "pause"
 EJECTION = "ejection"
 HEALTH_CAPS = frozenset({BREAKER, EJECTION})
 DOMAINS = ("node", "rack", "zone")  # labels that name what fails together
-RAMP_S, RAMP_CALLS, RAMP_FLOOR = 30.0, 50, 0.1  # TensorFlow Serving and Triton warm up within 50-100 passes
 
 
 class EndpointState:
@@ -97,27 +97,6 @@ class EndpointState:
         self.domains = tuple((name, endpoint.labels[name]) for name in DOMAINS if name in endpoint.labels)
         self.inverse_weight = 1.0 / endpoint.weight if endpoint.weight > 0 else INF
 
-    def start_ramp(self, now: float) -> None:
-        """Look dear at first: cold caches and lazy kernels make the first calls slow, and it must not be flooded."""
-        if self.endpoint.takes_calls:
-            self.ramp_at, self.ramp_from = now, self.served - self.failed
-            with self.pool.lock:
-                self.pool.ramping.add(self)
-                self.pool.wake_at = min(self.pool.wake_at, now + 1.0)
-            self.climb(now)
-
-    def climb(self, now: float) -> None:
-        """Look less dear as time passes and calls complete, whichever is further."""
-        since, weight = self.ramp_at, self.endpoint.weight
-        if since is None:
-            return
-        progress = max((now - since) / RAMP_S, (self.served - self.failed - self.ramp_from) / RAMP_CALLS)
-        if weight > 0:  # else it was drained meanwhile
-            self.inverse_weight = 1.0 / (weight * min(1.0, max(RAMP_FLOOR, progress)))
-        if progress >= 1 or weight <= 0:
-            self.ramp_at = None
-            self.pool.ramping.discard(self)
-
     @property
     def admitted(self) -> bool:
         """True if one more attempt may start now."""
@@ -163,7 +142,7 @@ class EndpointState:
                 else:
                     self._set_cap(name, INF)
                     if name == EJECTION:
-                        self.start_ramp(now)
+                        start_ramp(self, now)
 
     def first_token(self, attempt: Attempt, now: float) -> None:
         """An attempt's first byte arrived: learn how long that takes here, per unit of prompt."""
@@ -211,7 +190,7 @@ class EndpointState:
         elif self.troubled or self.limit != INF:
             self._recover(attempt, outcome, now)
         if self.ramp_at is not None:
-            self.climb(now)
+            climb(self, now)
 
     def _learn_latency(self, seconds: float, *, failed: bool) -> None:
         """Peak EWMA: up at once, down slowly, in samples. A failure is never fast: it counts as a slow success."""
@@ -229,7 +208,7 @@ class EndpointState:
                 was = self.breaker.state
                 self.breaker.succeeded(attempt, now)
                 if was is not BreakerState.CLOSED and self.breaker.state is BreakerState.CLOSED:
-                    self.start_ramp(now)
+                    start_ramp(self, now)
                 self.troubled = self.breaker.troubled
             self._follow_breaker()
 
