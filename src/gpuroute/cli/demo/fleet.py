@@ -45,8 +45,13 @@ class DemoFleet:
 
     def __enter__(self) -> Self:
         processes = [_spawn(kind) for kind in KINDS]
-        for number, (kind, process) in enumerate(zip(KINDS, processes, strict=True), 1):
-            self._add(number, kind, process)
+        try:
+            for number, (kind, process) in enumerate(zip(KINDS, processes, strict=True), 1):
+                self._add(number, kind, process)
+        except BaseException:
+            for process in processes:
+                process.stop()
+            raise
         return self
 
     def __exit__(
