@@ -85,7 +85,8 @@ def test_E9_an_etcd_that_lost_its_leases_gets_a_fresh_one(tmp_path) -> None:
         eventually(lambda: stored(writer), "the key to come back")
         assert writer.client.read(writer.key("a")).lease != before
         eventually(lambda: registration.error is None)
-        assert [line.split()[0] for line in lines] == ["registered", "etcd", "registered"]
+        assert [line.split()[0] for line in lines[:3]] == ["registered", "etcd", "registered"]
+        assert "kept again" in lines[3]
         registration.close()
         writer.client.close()
 
@@ -101,6 +102,54 @@ def test_E9_a_lease_that_was_revoked_elsewhere_is_replaced(config, writer: Write
     found = writer.client.read(writer.key("a"))
     assert found.lease not in {0, dead}
     registration.close()
+
+
+def test_a_short_outage_costs_neither_the_lease_nor_the_key(tmp_path) -> None:
+    with EtcdCluster(tmp_path) as cluster:
+        config = quick(cluster.url)
+        writer = Writer(config)
+        lines: list[str] = []
+        registration = Registration(config, "llama", ENDPOINT, ttl=2, report=lines.append)
+        assert registration.wait(5)
+        before = writer.client.read(writer.key("a"))
+        cluster.members[0].kill()
+        eventually(lambda: registration.error)
+        cluster.members[0].start()
+        cluster.wait_healthy()
+        eventually(lambda: registration.error is None)
+        writer.client.rotate()
+        assert writer.client.read(writer.key("a")) == before
+        assert len(lines) == 3
+        assert "kept again" in lines[2]
+        registration.close()
+        writer.client.close()
+
+
+def test_a_zombie_with_a_dead_lease_does_not_overwrite_its_successor(config, writer: Writer) -> None:
+    old = Registration(config, "llama", ENDPOINT, ttl=30)
+    old.wait(5)
+    writer.client.revoke(writer.client.read(writer.key("a")).lease)
+    new = Registration(config, "llama", replace(ENDPOINT, version="2"), ttl=30)
+    new.wait(5)
+    old.update(replace(ENDPOINT, state=State.READY))
+    eventually(lambda: "another process" in (old.error or ""))
+    assert stored(writer)["version"] == "2"
+    new.close()
+    old.update(replace(ENDPOINT, state=State.READY, version="3"))
+    eventually(lambda: stored(writer).get("version") == "3", "the old one to take its place again")
+    old.close()
+
+
+def test_a_report_that_raises_does_not_end_the_lease(config, writer: Writer, caplog) -> None:
+    def report(text: str) -> None:
+        raise BrokenPipeError("nobody listens")
+
+    registration = Registration(config, "llama", ENDPOINT, ttl=1, report=report)
+    assert registration.wait(5)
+    registration.update(replace(ENDPOINT, version="2"))
+    eventually(lambda: stored(writer).get("version") == "2")
+    registration.close()
+    assert not stored(writer)
 
 
 def test_a_key_that_somebody_removed_comes_back(config, writer: Writer) -> None:

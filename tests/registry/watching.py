@@ -10,8 +10,11 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, Self
 
+from gpuroute.core.wire import encode
+from gpuroute.registry import snapshot
 from gpuroute.registry.etcd_client import EtcdClient
 from gpuroute.registry.etcd_config import EtcdConfig
+from gpuroute.registry.view import View
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -112,7 +115,8 @@ class Writer:
 
     def delete(self, *idents: str, pool: str = "llama") -> None:
         for ident in idents:
-            self._again(lambda ident=ident: self.client.delete(self.key(ident, pool)))
+            request = encode((1, self.key(ident, pool)))
+            self._again(lambda request=request: self.client._unary("KV/DeleteRange", request))
 
     def _again(self, write: Callable[[], None]) -> None:
         """etcd may have just come back, or lost its leader."""
@@ -181,3 +185,11 @@ class Proxy:
                         far.close()
                         return
                     key.data.sendall(data)
+
+
+def save_snapshot(path, config, *idents: str, as_of: float | None = None) -> None:
+    records = {f"llama/endpoints/{ident}": {"url": f"http://{ident}:8000"} for ident in idents}
+    view = View(grace=0.0)
+    view.replace(records, 0.0)
+    as_of = time.time() - 600 if as_of is None else as_of
+    snapshot.save(path, view.pools(0.0), source=config.source, as_of=as_of)

@@ -7,9 +7,9 @@ line for each change of fortune; SIGTERM and SIGINT remove the endpoint and end 
 from __future__ import annotations
 
 import json
+import queue
 import signal
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,11 +64,12 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("register writes to etcd: expected --registry (or GPUROUTE_REGISTRY) to be etcd:// or etcds://")
     endpoint = _endpoint(args)
     config = EtcdConfig.from_url(settings.registry or "", **etcd_options(settings))
-    stop = threading.Event()
+    # Not an Event: its lock is not reentrant, and a handler runs in the thread that waits.
+    signals: queue.SimpleQueue[int] = queue.SimpleQueue()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+        signal.signal(number, lambda number, _: signals.put(number))
     registration = Registration(config, args.pool, endpoint, ttl=args.ttl, report=_say)
-    stop.wait()
+    signals.get()
     registration.close()
     return 0
 

@@ -49,8 +49,8 @@ def open_registry(
 ) -> Registry:
     """The registry at `location` (see ACCEPTS); ConfigError if it is malformed. Connects to nothing yet.
 
-    The keywords matter for etcd alone. `empty_grace` is how long, in seconds, endpoints stay in view after they vanished
-    implausibly (all of a pool, or most); `snapshot_path` keeps the last good fleet on disk.
+    `empty_grace` is how long, in seconds, endpoints stay in view after they vanished implausibly (all of a pool, or
+    most). The other keywords matter for etcd alone; `snapshot_path` keeps the last good fleet on disk.
     """
     location = location.strip()
     if location.startswith(("etcd://", "etcds://")):
@@ -59,9 +59,9 @@ def open_registry(
 
         return EtcdRegistry(EtcdConfig.from_url(location, **etcd), snapshot_path=snapshot_path, grace=empty_grace)
     if location.startswith("file:") or _is_path(location):
-        from gpuroute.registry.file import FileRegistry
+        from gpuroute.registry.file import FILE_GRACE_S, FileRegistry
 
-        return FileRegistry(_path(location))
+        return FileRegistry(_path(location), grace=min(FILE_GRACE_S, empty_grace))
     from gpuroute.registry.static import StaticRegistry
 
     _check_static(location)

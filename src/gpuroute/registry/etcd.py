@@ -15,10 +15,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import grpc
+
+from gpuroute.core.wire import WireError
 from gpuroute.errors import InvalidRecord
-from gpuroute.registry import snapshot
-from gpuroute.registry.etcd_client import EtcdClient, EtcdError, WatchStream, retrying
+from gpuroute.registry.etcd_client import EtcdClient, EtcdError, retrying
 from gpuroute.registry.publish import Publisher, log
+from gpuroute.registry.snapshot import Keeper
 from gpuroute.registry.view import View
 
 if TYPE_CHECKING:
@@ -26,12 +29,11 @@ if TYPE_CHECKING:
 
     from gpuroute.core.fleet import Fleet
     from gpuroute.registry.etcd_config import EtcdConfig
+    from gpuroute.registry.etcd_watch import WatchStream
 
 RELIST_JITTER_S = 0.5  # a restarted etcd meets its clients spread over this long
 REFUSED_PAUSE_S = 5.0
 COALESCE_S = 0.05  # a burst of joins is delivered in so many slices, its first event at once
-SAVE_INTERVAL_S = 5.0
-SAVE_AGAIN_S = 600.0  # though nothing changed: its age tells how long etcd has been away
 
 
 class EtcdRegistry:
@@ -52,15 +54,14 @@ class EtcdSubscription:
 
     def __init__(self, registry: EtcdRegistry, on_change: Callable[[Fleet], None]) -> None:
         self._config = registry.config
-        self._snapshot_path = registry.snapshot_path
+        self._keeper = Keeper(registry.snapshot_path, self._config.source)
         self._prefix = f"{self._config.prefix}/pools/"
         self._view = View(grace=registry.grace, where=self._prefix)
         self._publisher = Publisher(on_change, self._config.source)
         self._client = EtcdClient(self._config)
         self._stream: WatchStream | None = None
         self._dirty = False  # events that are not delivered yet
-        self._quiet_until = self._save_at = 0.0
-        self._saved: Fleet | None = None
+        self._quiet_until = 0.0
         self._stop = threading.Event()
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="gpuroute-etcd", daemon=True)
@@ -132,6 +133,8 @@ class EtcdSubscription:
                     self._apply(put, kv.key.removeprefix(self._prefix), kv.value, now)
                 self._confirmed(now)
                 self._ask_again(stream)
+        except (grpc.RpcError, WireError) as error:
+            raise EtcdError("the watch is open but silent") if stream.silent else self._client.error(error) from None
         finally:
             stream.close()
         raise EtcdError("etcd ended the watch")
@@ -151,59 +154,29 @@ class EtcdSubscription:
             self._dirty = False
             if self._publisher.publish(self._view, now):
                 self._quiet_until = now + COALESCE_S
-        if self._save_at <= now and (self._unsaved() or now - self._save_at > SAVE_AGAIN_S):
-            self._save()
-            self._save_at = now + SAVE_INTERVAL_S
+        if self._publisher.fleet is not None:
+            self._keeper.keep(self._publisher.fleet, now)
 
     def _ask_again(self, stream: WatchStream) -> None:
         """Have etcd confirm the view again when something is due: a held slice, an end of grace, a save."""
-        due = self._view.due()
-        if self._dirty:
-            stream.ask(self._quiet_until)
-        if due is not None:
-            stream.ask(max(due, self._quiet_until))
-        if self._unsaved():
-            stream.ask(self._save_at)
+        change = self._quiet_until if self._dirty else self._view.due()
+        stream.ask(min(max(change, self._quiet_until), self._keeper.due(self._publisher.fleet)))
 
     def _lost(self, error: EtcdError) -> None:
         """No watch: the view gets old. The next attempt goes to the next member."""
         self._client.rotate()
-        trouble = str(error)
-        if self._publisher.fleet is None and self._snapshot_path:
-            trouble += self._boot()
+        trouble = str(error) if self._publisher.fleet else f"{error}{self._boot()}"
         self._publisher.trouble(trouble)
         if self._publisher.as_of is not None:
             self._publisher.publish(self._view, time.monotonic(), stale=True)
 
-    # -------------------------------------------------------------------------------------- snapshot
-
     def _boot(self) -> str:
         """Take the view from the snapshot, or return why not."""
-        if self._snapshot_path is None:
-            return ""
         try:
-            found = snapshot.load(self._snapshot_path, source=self._config.source)
+            found = self._keeper.load()
         except (OSError, InvalidRecord) as error:
             return f"; {error}"
-        self._view.replace(found.records, time.monotonic())
-        self._publisher.as_of = found.as_of
+        if found is not None:
+            self._view.replace(found.records, time.monotonic())
+            self._publisher.as_of = found.as_of
         return ""
-
-    def _unsaved(self) -> bool:
-        fleet = self._publisher.fleet
-        # A fleet without endpoints is nothing to start from.
-        return self._snapshot_path is not None and fleet is not self._saved and _has_endpoints(fleet)
-
-    def _save(self) -> None:
-        fleet, path = self._publisher.fleet, self._snapshot_path
-        if path is None or fleet is None or not _has_endpoints(fleet):
-            return
-        self._saved = fleet  # even if it fails: the next attempt comes with the next change
-        try:
-            snapshot.save(path, fleet.pools, source=self._config.source, as_of=time.time())
-        except OSError as error:
-            log.warning("the registry snapshot cannot be written: %s", error)
-
-
-def _has_endpoints(fleet: Fleet | None) -> bool:
-    return fleet is not None and any(spec.endpoints for spec in fleet.pools.values())

@@ -10,20 +10,19 @@ Measured on grpcio 1.60 to 1.85: only `http2.ping_timeout_ms` bounds the wait fo
 
 from __future__ import annotations
 
-import math
-import threading
-import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import tenacity
 
-from gpuroute.core.wire import Message, WireError, encode
+from gpuroute.core.wire import Message, encode
 from gpuroute.errors import RegistryError
+from gpuroute.registry.etcd_watch import KeyValue, WatchStream
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    import threading
+    from collections.abc import Callable
 
     from gpuroute.registry.etcd_config import EtcdConfig
 
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
 PAGE = 1_000  # keys per request: a long list over a thin line must not meet the timeout of one call
 CONNECT_TIMEOUT_S = 1.0
-_PUT, _EQUAL, _LEASE = 0, 0, 4  # Event.type, Compare.result, Compare.target
+_EQUAL, _LEASE = 0, 4  # Compare.result, Compare.target
 _REFUSALS = frozenset(
     {
         grpc.StatusCode.UNAUTHENTICATED,  # the token is invalid or expired
@@ -49,25 +48,6 @@ class EtcdError(RegistryError):
         super().__init__(message)
         self.refused = refused
         self.not_found = not_found
-
-
-class KeyValue(NamedTuple):
-    """One key; `key` is text, with escapes for what is not UTF-8."""
-
-    key: str
-    value: bytes
-    lease: int
-
-    @classmethod
-    def read(cls, message: Message) -> KeyValue:
-        return cls(message.text(1), message.data(5), message.integer(6))
-
-
-class Event(NamedTuple):
-    """One change of one key."""
-
-    put: bool
-    kv: KeyValue
 
 
 class EtcdClient:
@@ -130,10 +110,6 @@ class EtcdClient:
         put = encode((2, encode((1, key), (2, value), (3, lease))))
         return bool(self._unary("KV/Txn", encode((1, compare), (2, put))).integer(2))
 
-    def delete(self, key: str) -> None:
-        """Remove one key, if it is there."""
-        self._unary("KV/DeleteRange", encode((1, key)))
-
     def grant(self, ttl: float) -> int:
         """A new lease of `ttl` seconds (whole ones, at least 1)."""
         return self._unary("Lease/LeaseGrant", encode((1, max(1, round(ttl))))).integer(2)
@@ -153,7 +129,10 @@ class EtcdClient:
         """Follow a prefix from a revision on."""
         create = encode((1, prefix), (2, _after(prefix)), (3, revision), (4, True))
         call, metadata = self._multi("Watch/Watch"), self._metadata()
-        return WatchStream(lambda asks: call(asks, metadata=metadata), create, self.config.heartbeat, self.error)
+        try:
+            return WatchStream(lambda asks: call(asks, metadata=metadata), create, self.config.heartbeat)
+        except ValueError as error:
+            raise self.error(error) from None
 
     # --------------------------------------------------------------------------------------- plumbing
 
@@ -237,87 +216,6 @@ def _after(prefix: str) -> bytes:
     """The first key after all keys with this prefix."""
     data = prefix.encode()
     return data[:-1] + bytes([data[-1] + 1])  # a prefix ends in "/", never in 0xff
-
-
-class WatchResponse(NamedTuple):
-    """What one message of a watch says. `compacted`: the events wanted are gone, only a new listing helps."""
-
-    events: list[Event]
-    canceled: bool
-    compacted: bool
-    reason: str
-
-    @classmethod
-    def read(cls, data: bytes) -> WatchResponse:
-        message = Message(data)
-        events = [Event(event.integer(1) == _PUT, KeyValue.read(event.message(2))) for event in message.messages(11)]
-        return cls(events, bool(message.integer(4)), message.integer(5) > 0, message.text(6))
-
-
-class WatchStream:
-    """One watch. Iterating yields its responses, and raises EtcdError when it ends.
-
-    A watch can fall silent for ever with its connection in good health (a member cut off from the others, a proxy in
-    between), and silence is also what a quiet fleet sounds like. So it asks for its progress every `heartbeat` seconds,
-    and ends itself when two answers are overdue. The asking happens in the thread where gRPC waits for our requests.
-    """
-
-    def __init__(
-        self,
-        start: Callable[[Iterator[bytes]], Any],
-        create: bytes,
-        heartbeat: float,
-        explain: Callable[[Exception], EtcdError],
-    ) -> None:
-        self._heartbeat = heartbeat
-        self._explain = explain
-        self._wake = threading.Event()
-        self._over = self._silent = False
-        self._heard_at = time.monotonic()
-        self._wanted_at = math.inf
-        try:
-            self._call = start(self._asks(create))
-        except ValueError as error:
-            raise explain(error) from None
-
-    def __iter__(self) -> Iterator[WatchResponse]:
-        try:
-            for data in self._call:
-                self._heard_at = time.monotonic()
-                yield WatchResponse.read(data)
-        except (grpc.RpcError, WireError) as error:
-            if self._silent:
-                raise EtcdError("the watch is open but silent") from None
-            raise self._explain(error) from None
-
-    def ask(self, moment: float) -> None:
-        """Have the server answer soon after `moment` (monotonic), so that the reader gets to act then."""
-        if moment < self._wanted_at:
-            self._wanted_at = moment
-            self._wake.set()
-
-    def close(self) -> None:
-        """End the stream. Any thread."""
-        self._over = True
-        self._wake.set()
-        self._call.cancel()
-
-    def _asks(self, create: bytes) -> Iterator[bytes]:
-        yield encode((1, create))
-        while not self._over:
-            self._wait(time.monotonic() + self._heartbeat)
-            # An `ask` that this line forgets is repeated by the reader when it gets the answer.
-            self._wanted_at = math.inf
-            if time.monotonic() - self._heard_at > 2 * self._heartbeat:
-                self._silent = True
-                self._call.cancel()
-                return
-            yield encode((3, b""))
-
-    def _wait(self, until: float) -> None:
-        while not self._over and (left := min(until, self._wanted_at) - time.monotonic()) > 0:
-            self._wake.wait(left)
-            self._wake.clear()
 
 
 def retrying(stop: threading.Event, on_error: Callable[[EtcdError], None]) -> tenacity.Retrying:

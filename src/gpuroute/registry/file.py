@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from gpuroute.core.fleet import Fleet
 
 SETTLED_S = 1.0
+FILE_GRACE_S = 2.0
 
 
 class FileRegistry:
@@ -31,7 +32,7 @@ class FileRegistry:
     `poll` and `grace` in seconds; the grace (see `view`) covers a file that is caught half-written.
     """
 
-    def __init__(self, path: str | Path, *, poll: float = 0.5, grace: float = 2.0) -> None:
+    def __init__(self, path: str | Path, *, poll: float = 0.5, grace: float = FILE_GRACE_S) -> None:
         self.path = Path(path)
         self.poll = poll
         self.grace = grace

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from gpuroute.core.endpoint import State
 from gpuroute.errors import ConfigError
 from gpuroute.registry.etcd_client import EtcdClient, EtcdError, retrying
+from gpuroute.registry.publish import log
 from gpuroute.registry.schema import check_pool, endpoint_record, parse_endpoint
 
 if TYPE_CHECKING:
@@ -56,10 +57,11 @@ class LeasedKey:
         self._value = value
         self._last: bytes | None = None
         self._written: bytes | None = None
+        self._owned = True
         self._ttl = ttl
         self._lease = 0
         self._look_at = 0.0
-        self._report = report
+        self._tell = report
         self._ready = threading.Event()
         self._wake = threading.Event()
         self._stop = threading.Event()
@@ -93,6 +95,8 @@ class LeasedKey:
                 keeping(self._keep)
             except EtcdError as error:
                 self._lost(error)
+            except Exception:
+                log.exception("keeping %s failed; it goes on", self.key)
             self._wake.wait(self._ttl / 3)
             self._wake.clear()
         self._leave()
@@ -100,30 +104,30 @@ class LeasedKey:
     def _keep(self) -> None:
         """One round: the lease lives, and the key is there with the value wanted."""
         if not self._lease or not self._client.keep_alive(self._lease):
-            self._written = None
             self._lease = self._client.grant(self._ttl)
+            self._look_at = 0.0
         value = self._value
-        if self._written is None:
-            self._put(value)
+        if not self._ready.is_set():
+            self._put(value)  # also over the key of a predecessor that is about to end
         elif value != self._written or time.monotonic() >= self._look_at:
             self._check(value)
-        self._ready.set()
+        self._note(None if self._owned else f"{self.key} belongs to another process now")
 
     def _check(self, value: bytes) -> None:
         self._look_at = time.monotonic() + self._ttl
         found = self._client.read(self.key)
         if found is None:
             self._put(value)
-        elif found.lease != self._lease:
-            self._trouble(f"{self.key} belongs to another process now")
-        elif value != self._written and self._client.put_own(self.key, value, self._lease):
+            return
+        self._owned = found.lease == self._lease
+        if self._owned and value != self._written and self._client.put_own(self.key, value, self._lease):
             self._written = value
 
     def _put(self, value: bytes) -> None:
         self._client.put(self.key, value, self._lease)
-        self._written = value
+        self._written, self._owned = value, True
         self._look_at = time.monotonic() + self._ttl
-        self.error = None
+        self._ready.set()
         self._report(f"registered {self.key} at {self._client.member}, ttl {self._ttl:g} s")
 
     def _lost(self, error: EtcdError) -> None:
@@ -131,12 +135,20 @@ class LeasedKey:
             self._lease = 0  # it ended between two calls
         else:
             self._client.rotate()
-        self._trouble(str(error))
+        self._note(str(error))
 
-    def _trouble(self, text: str) -> None:
-        if not self.error:
-            self._report(text)
-        self.error = text
+    def _note(self, trouble: str | None) -> None:
+        before, self.error = self.error, trouble
+        if trouble and not before:
+            self._report(trouble)
+        elif before and not trouble:
+            self._report(f"{self.key} is kept again")
+
+    def _report(self, text: str) -> None:
+        try:
+            self._tell(text)
+        except Exception:
+            log.exception("a report on %s failed", self.key)
 
     def _leave(self) -> None:
         try:

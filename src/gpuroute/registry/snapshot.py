@@ -8,6 +8,7 @@ and renamed: a reader sees the old document or the new one, never a part. What c
 from __future__ import annotations
 
 import json
+import math
 import os
 import stat
 import threading
@@ -15,14 +16,17 @@ import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from gpuroute.errors import InvalidRecord
+from gpuroute.registry.publish import log
 from gpuroute.registry.view import document_of, document_records
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from gpuroute.core.fleet import PoolSpec
+    from gpuroute.core.fleet import Fleet, PoolSpec
 
+SAVE_INTERVAL_S = 5.0
+SAVE_AGAIN_S = 600.0  # though nothing changed: its age tells how long the registry has been away
 LEFTOVER_S = 60.0  # a sibling that old belongs to a writer that was killed
 
 
@@ -31,6 +35,36 @@ class Snapshot(NamedTuple):
 
     records: Mapping[str, object]
     as_of: float
+
+
+class Keeper:
+    """Keeps the last good fleet of one registry on disk; without a path it does nothing. One thread."""
+
+    def __init__(self, path: Path | None, source: str) -> None:
+        self._path = path
+        self._source = source
+        self._saved: Fleet | None = None
+        self._saved_at = -math.inf
+
+    def load(self) -> Snapshot | None:
+        """What was kept, by this process or an earlier one. Raises as `load` does; None without a path."""
+        return None if self._path is None else load(self._path, source=self._source)
+
+    def due(self, fleet: Fleet | None) -> float:
+        """When this fleet is to be saved (a time as given to `keep`), or infinity."""
+        if self._path is None or fleet is None or not any(spec.endpoints for spec in fleet.pools.values()):
+            return math.inf  # a fleet without endpoints is nothing to start from
+        return self._saved_at + (SAVE_AGAIN_S if fleet is self._saved else SAVE_INTERVAL_S)
+
+    def keep(self, fleet: Fleet, now: float) -> None:
+        """Save the fleet if that is due; never raises OSError."""
+        if now < self.due(fleet) or self._path is None:
+            return
+        self._saved, self._saved_at = fleet, now  # even if it fails: the next attempt comes with the next change
+        try:
+            save(self._path, fleet.pools, source=self._source, as_of=time.time())
+        except OSError as error:
+            log.warning("the registry snapshot cannot be written: %s", error)
 
 
 def save(path: Path, pools: Mapping[str, PoolSpec], *, source: str, as_of: float) -> None:

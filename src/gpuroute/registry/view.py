@@ -13,6 +13,7 @@ thread-safe: a subscription's one thread owns it. No clock: `now` is any steady 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -140,10 +141,10 @@ class View:
         """What is odd but used, as of the last `pools`."""
         return tuple(text for pool in self._pools.values() for text in pool.warnings)
 
-    def due(self) -> float | None:
-        """When `pools` will change by itself, or None."""
-        times = [since for pool in self._pools.values() for _, since in pool.vanished.values()]
-        return min(times) + self.grace if times else None
+    def due(self) -> float:
+        """When `pools` will change by itself, or infinity."""
+        times = (since for pool in self._pools.values() for _, since in pool.vanished.values())
+        return min(times, default=math.inf) + self.grace
 
     def _read(self, key: str, record: Record) -> None:
         if isinstance(record, InvalidRecord):
