@@ -7,7 +7,6 @@ line for each change of fortune; SIGTERM and SIGINT remove the endpoint and end 
 from __future__ import annotations
 
 import json
-import queue
 import signal
 import sys
 import time
@@ -64,12 +63,11 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("register writes to etcd: expected --registry (or GPUROUTE_REGISTRY) to be etcd:// or etcds://")
     endpoint = _endpoint(args)
     config = EtcdConfig.from_url(settings.registry or "", **etcd_options(settings))
-    # Not an Event: its lock is not reentrant, and a handler runs in the thread that waits.
-    signals: queue.SimpleQueue[int] = queue.SimpleQueue()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, _: signals.put(number))
+    # Blocked and waited for, not handled: a handler's signal is lost when it arrives just before the wait begins.
+    ends = {signal.SIGTERM, signal.SIGINT}
+    signal.pthread_sigmask(signal.SIG_BLOCK, ends)
     registration = Registration(config, args.pool, endpoint, ttl=args.ttl, report=_say)
-    signals.get()
+    signal.sigwait(ends)
     registration.close()
     return 0
 
