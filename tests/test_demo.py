@@ -9,11 +9,13 @@ import pty
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Self
 
 import pytest
+from registry.etcd_server import EtcdCluster
 
 import gpuroute
 from gpuroute import cli
@@ -212,6 +214,26 @@ def test_a_router_reads_what_the_file_book_wrote() -> None:
         assert seen.policy == "p2c"
     finally:
         book.close()
+
+
+def test_a_router_reads_what_the_etcd_book_wrote(tmp_path: Path, eventually: Callable[..., None]) -> None:
+    with EtcdCluster(tmp_path) as etcd:
+        book = books.open_book(etcd.url)
+        first = Endpoint("gpu-1", "http://127.0.0.1:1", gpu=Gpu("L40S"))
+        book.put(first)
+        book.put(Endpoint("gpu-2", "http://127.0.0.1:2"))
+        with gpuroute.Router(settings=book.settings("p2c")) as router:
+            router.ready()
+
+            def seen() -> dict[str, str]:
+                return {view.id: view.state for view in router.snapshot().pools[book.pool].endpoints}
+
+            assert seen() == {"gpu-1": "ready", "gpu-2": "ready"}
+            book.put(replace(first, state=State.DRAINING))
+            book.remove("gpu-2")
+            eventually(lambda: seen() == {"gpu-1": "draining"}, "the changes are seen")
+        book.close()
+        assert etcd.ctl("get", "--prefix", "/gpuroute", "--keys-only").strip() == ""
 
 
 def test_the_demo_s_file_book_ignores_the_user_s_settings(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from gpuroute.core.endpoint import Endpoint, Gpu, State
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 TIME_SCALE = 0.3
 LEASE_S = 3.0
-"""A killed server stays in the registry for so long, as with a lease that nobody renews."""
+"""A killed server stays in the registry for so long, as with a lease that nobody renews; less in a short replay."""
 _SHUTDOWN_S = 1.5
 _FAST, _SLOW = "L40S", "V100"
 KINDS = (_FAST, _FAST, _FAST, _FAST, _SLOW, _SLOW)
@@ -64,7 +65,7 @@ class DemoFleet:
     async def play(self, seconds: float) -> None:
         """Everything that happens, spread over `seconds` of arrivals."""
         script: list[tuple[float, Callable[[], Coroutine[Any, Any, None]]]] = [
-            (0.20, self._kill),
+            (0.20, partial(self._kill, seconds)),
             (0.35, self._slow),
             (0.50, self._drain),
             (0.65, self._join),
@@ -76,10 +77,10 @@ class DemoFleet:
                 passed = share
                 events.create_task(event())
 
-    async def _kill(self) -> None:
+    async def _kill(self, seconds: float) -> None:
         member = self._note("gpu-2", "killed", "killed (SIGKILL)")
         await asyncio.to_thread(member.process.kill)
-        await asyncio.sleep(LEASE_S)
+        await asyncio.sleep(min(LEASE_S, seconds / 4))
         await asyncio.to_thread(self.book.remove, "gpu-2")
 
     async def _slow(self) -> None:
