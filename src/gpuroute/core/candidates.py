@@ -27,7 +27,7 @@ class Ask:
     and `tokens` (prompt tokens, an estimate). `now`, `mean_tokens` of the pool and `bids` by endpoint id are filled in
     by the call; `candidates` are drawn once, so that those that were asked are those that are compared."""
 
-    __slots__ = ("bids", "candidates", "key", "ladder", "mean_tokens", "now", "tokens")
+    __slots__ = ("bids", "candidates", "drawn_by", "key", "ladder", "mean_tokens", "now", "tokens")
 
     def __init__(self, key: int | None = None, ladder: Sequence[int] = (), tokens: int = 0) -> None:
         self.key = key
@@ -37,6 +37,11 @@ class Ask:
         self.mean_tokens = 0.0
         self.bids: Mapping[str, Report] = NO_BIDS
         self.candidates: dict[EndpointState, str] | None = None
+        self.drawn_by: object = None
+
+    def keys(self) -> Sequence[int]:
+        """What its placement is remembered by: prefixes from shallow to deep, and the session last."""
+        return self.ladder if self.key is None else (*self.ladder, self.key)
 
 
 NO_BIDS: Mapping[str, Report] = {}

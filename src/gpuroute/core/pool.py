@@ -226,8 +226,8 @@ class Pool:
             attempt.uncached = picker.uncached(attempt.state, ask)
             bid = ask.bids.get(attempt.state.id)
             attempt.queued = bid.queue_tokens(self.mean_tokens) if bid else 0.0
-        if ask.ladder and picker.wants_ladder:
-            self.placements.remember(ask.ladder, attempt.state.id)
+        if picker.wants_ladder and (keys := ask.keys()):
+            self.placements.remember(keys, attempt.state.id)
 
 
 def merge_rules(rules: PoolRules, spec: PoolSpec, explicit: Container[str] = ()) -> PoolRules:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 INF = math.inf
 DEFAULT_TOKENS = 256  # a prompt of unknown length
+SESSION_TOKENS = 2_048  # the same, of a caller who named a session because it matters
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +63,11 @@ class Soonest:
 
     def candidates(self, ask: Ask) -> Sequence[EndpointState]:
         """At most six: last placement, two homes of up to 2,048 tokens, one of 8,192, two random. Drawn once per call."""
-        if ask.candidates is None:
+        if ask.candidates is None or ask.drawn_by is not self:  # of an older view: some may have left since
             found: dict[EndpointState, str] = {}
             for state, why in self._sources(ask):
                 found.setdefault(state, why)
-            ask.candidates = found
+            ask.candidates, ask.drawn_by = found, self
         return tuple(ask.candidates)
 
     def pick(self, ask: Ask, tried: Container[EndpointState] = ()) -> EndpointState | None:
@@ -89,7 +90,7 @@ class Soonest:
 
     def uncached(self, state: EndpointState, ask: Ask) -> int:
         """Prompt tokens that this endpoint would have to compute, as far as is known."""
-        tokens = ask.tokens or DEFAULT_TOKENS
+        tokens = prompt_tokens(ask)
         bid = ask.bids.get(state.id)
         matched = bid.matched_tokens if bid is not None and bid.matched_tokens >= 0 else self._remembered(state, ask)
         return max(1, tokens - matched)
@@ -121,19 +122,21 @@ class Soonest:
         return queue.expected(ask.now, speeds.mean_wait) + own_tokens(state.in_flight, queue.at) * rate
 
     def _home_discount(self, state: EndpointState, ask: Ask, rate: float, speeds: Speeds) -> float:
-        if not ask.candidates or ask.candidates.get(state) != "home" or not ask.ladder:
+        if not ask.candidates or ask.candidates.get(state) != "home":
             return 0.0
         rules = self.rules
         share = min(rules.home_discount_max, rules.home_discount + speeds.backlog / rules.home_tokens)
-        return share * DEPTHS[min(len(ask.ladder), 3) - 1] * BLOCK_TOKENS * rate
+        depth = min(len(ask.ladder), 3) or 1  # a session without a known prompt: the least
+        return share * DEPTHS[depth - 1] * BLOCK_TOKENS * rate
 
     def _sources(self, ask: Ask) -> Iterable[tuple[EndpointState, str]]:
-        by_id, ladder = self._kit.by_id, ask.ladder
-        if self._ring is not None and ladder:
-            placed = self._kit.placements.deepest(ladder)
+        by_id, ladder, keys = self._kit.by_id, ask.ladder, ask.keys()
+        if self._ring is not None and keys:
+            placed = self._kit.placements.deepest(keys)
             if placed in by_id:
                 yield by_id[placed], "placed before"
-            for owner, _ in zip(self._ring.homes(ladder[min(len(ladder), 3) - 1]), range(2), strict=False):
+            home = ladder[min(len(ladder), 3) - 1] if ask.key is None else ask.key
+            for owner, _ in zip(self._ring.homes(home), range(2), strict=False):
                 yield by_id[owner], "home"
             if len(ladder) > 3:
                 yield by_id[self._ring.home(ladder[3])], "home"
@@ -145,7 +148,14 @@ class Soonest:
         if not self.wants_ladder:
             return 0
         owner_of = self._kit.placements.owner
+        if ask.key is not None and owner_of(ask.key) == state.id:
+            return prompt_tokens(ask) * 3 // 4  # a session's prompt is its last one and a new turn
         for index in range(len(ask.ladder) - 1, -1, -1):
             if owner_of(ask.ladder[index]) == state.id:
                 return min(DEPTHS[index] * BLOCK_TOKENS, ask.tokens)
         return 0
+
+
+def prompt_tokens(ask: Ask) -> int:
+    """The length of the prompt, guessed if it is not known."""
+    return ask.tokens or (DEFAULT_TOKENS if ask.key is None else SESSION_TOKENS)
