@@ -90,7 +90,7 @@ def unary_deadline(channel: grpc.Channel, service: Any) -> Any:
 
 
 def unary_no_time(channel: grpc.Channel, service: Any) -> Any:
-    call = channel.unary_unary(method("Echo"))
+    call = channel.unary_unary(method("Slow"))
     return fate(lambda: call(b"", timeout=0))[0], fate(lambda: call(b"", timeout=-1))[0]
 
 

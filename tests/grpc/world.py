@@ -176,7 +176,8 @@ def endpoint(server: Server, **fields: Any) -> Endpoint:
 
 
 def in_flight(router: gpuroute.Router) -> int:
-    return sum(view.in_flight for view in router.snapshot().pools["p"].endpoints)
+    pools = router.snapshot().pools
+    return sum(view.in_flight for view in pools["p"].endpoints) if pools else 0
 
 
 def drained(router: gpuroute.Router, within: float = 5.0) -> bool:

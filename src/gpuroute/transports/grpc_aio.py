@@ -15,8 +15,14 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from gpuroute.errors import RegistryUnavailable
-from gpuroute.transports import grpc_aio_flight as calls
-from gpuroute.transports.grpc_aio_flight import Flight, Requests, Written
+from gpuroute.transports.grpc_aio_flight import (
+    Begun,
+    Requests,
+    RoutedStreamStreamCall,
+    RoutedStreamUnaryCall,
+    RoutedUnaryStreamCall,
+    RoutedUnaryUnaryCall,
+)
 from gpuroute.transports.grpc_connectivity import READY, aggregate, untried
 from gpuroute.transports.grpc_errors import SERIALIZING, aio_ended
 from gpuroute.transports.grpc_peers import Dialer, Peers, channel_options
@@ -28,8 +34,9 @@ if TYPE_CHECKING:
     from typing import Self
 
     from gpuroute.router import Router
-    from gpuroute.transports.grpc_peers import Options, Peer
-    from gpuroute.transports.grpc_rpc import ReadPrompt, Rpc
+    from gpuroute.transports.grpc_aio_flight import Flight
+    from gpuroute.transports.grpc_peers import Options
+    from gpuroute.transports.grpc_rpc import ReadPrompt
 
 _LOGGER = logging.getLogger("gpuroute")
 _POLL = 0.05  # seconds between looks at a pool that has no channel yet
@@ -194,6 +201,7 @@ class _Method:
 
     def _fly(
         self,
+        kind: Callable[..., Any],
         request: Any,
         timeout: float | None,
         metadata: Any,
@@ -201,39 +209,48 @@ class _Method:
         patient: bool | None,
         compression: Any,
     ) -> Any:
+        """A call of this kind, begun."""
         hub, loop = self._hub, asyncio.get_running_loop()
         if hub.closed:
             msg = "Channel is closed."
             raise grpc.aio.UsageError(msg)
-        peers = self._channel.peers(loop)
-        how = {"credentials": credentials, "compression": compression}
-        written: Requests | Written | None = None
-        if not self._one:
-            written = Written() if request is None else Requests(request)
+        requests = None if self._one or request is None else Requests(request)
         body = self._serialized(request) if self._early else request
+        call = kind(loop, Begun(self._key, body, requests, credentials, compression))
+        if hub.waits:
+            flight = call.flight
+            flight.until = None if timeout is None else hub.clock() + timeout
+            flight.launch_later(self._begin_later(flight, request, timeout, metadata, patient))
+        else:
+            self._begin(call.flight, request, timeout, metadata, patient)
+        return call
 
-        def start(peer: Peer, rpc: Rpc) -> Any:
-            data = written.view() if isinstance(written, Requests) else body
-            return peer.bind(self._key)(data, timeout=rpc.timeout(), metadata=rpc.headers(), **how)
-
-        def begin(timeout: float | None) -> None:
+    def _begin(self, flight: Flight, request: Any, timeout: float | None, metadata: Any, patient: bool | None) -> None:
+        hub, peers, begun = self._hub, self._channel.peers(asyncio.get_running_loop()), flight.begun
+        hub.look()
+        if hub.leaves:
             plain = hub.unrouted(peers, metadata)
             if plain is not None:
+                how = {"credentials": begun.credentials, "compression": begun.compression}
                 send = plain[0].bind(self._unrouted_key)
                 flight.adopt(send(request, timeout=timeout, metadata=plain[1], wait_for_ready=patient, **how))
                 return
-            data = None if not self._one else body if self._early else self._serialized(request)
-            ends = {"patient": bool(patient), "streaming": self._streaming}
-            flight.rpc = hub.begin(peers, self._method, data, timeout, metadata, **ends)
-            flight.launch()
+        data = begun.body if self._early else self._serialized(request) if self._one else None
+        flight.rpc = hub.begin(peers, self._method, data, timeout, metadata, patient, self._streaming)
+        flight.launch()
 
-        flight = Flight(start, loop, written)
-        if hub.settled:
-            begin(timeout)
-        else:
-            flight.until = None if timeout is None else hub.clock() + timeout
-            flight.waiting = loop.create_task(_begin_later(flight, hub, begin, timeout))
-        return flight
+    async def _begin_later(
+        self, flight: Flight, request: Any, timeout: float | None, metadata: Any, patient: bool | None
+    ) -> None:
+        """Begin once the first view of the fleet is here; the wait for it counts."""
+        hub = self._hub
+        try:
+            await hub.router.aready(timeout)
+            if not flight.over:
+                left = None if flight.until is None else max(0.0, flight.until - hub.clock())
+                self._begin(flight, request, left, metadata, patient)
+        except Exception as error:
+            flight.end(aio_ended(error) if isinstance(error, RegistryUnavailable) else error)
 
     def _serialized(self, request: Any) -> bytes:
         if self._serializer is None:
@@ -243,16 +260,6 @@ class _Method:
         except Exception:
             _LOGGER.exception(SERIALIZING)
             raise
-
-
-async def _begin_later(flight: Flight, hub: Hub, begin: Callable[[float | None], None], timeout: float | None) -> None:
-    """Begin once the first view of the fleet is here; the wait for it counts."""
-    try:
-        await hub.router.aready(timeout)
-        if not flight.over:
-            begin(None if flight.until is None else max(0.0, flight.until - hub.clock()))
-    except Exception as error:
-        flight.end(aio_ended(error) if isinstance(error, RegistryUnavailable) else error)
 
 
 class UnaryUnary(_Method, grpc.aio.UnaryUnaryMultiCallable):  # type: ignore[type-arg]
@@ -269,7 +276,8 @@ class UnaryUnary(_Method, grpc.aio.UnaryUnaryMultiCallable):  # type: ignore[typ
         compression: grpc.Compression | None = None,
     ) -> Any:
         """The call: await it for the response. Raises grpc.aio.AioRpcError."""
-        return calls.RoutedUnaryUnaryCall(self._fly(request, timeout, metadata, credentials, wait_for_ready, compression))
+        how = timeout, metadata, credentials, wait_for_ready, compression
+        return self._fly(RoutedUnaryUnaryCall, request, *how)
 
 
 class UnaryStream(_Method, grpc.aio.UnaryStreamMultiCallable):  # type: ignore[type-arg]
@@ -286,9 +294,8 @@ class UnaryStream(_Method, grpc.aio.UnaryStreamMultiCallable):  # type: ignore[t
         compression: grpc.Compression | None = None,
     ) -> Any:
         """The call: iterate over it, or `read`."""
-        return calls.RoutedUnaryStreamCall(
-            self._fly(request, timeout, metadata, credentials, wait_for_ready, compression)
-        )
+        how = timeout, metadata, credentials, wait_for_ready, compression
+        return self._fly(RoutedUnaryStreamCall, request, *how)
 
 
 class StreamUnary(_Method, grpc.aio.StreamUnaryMultiCallable):  # type: ignore[type-arg]
@@ -304,8 +311,8 @@ class StreamUnary(_Method, grpc.aio.StreamUnaryMultiCallable):  # type: ignore[t
         compression: grpc.Compression | None = None,
     ) -> Any:
         """The call: `write` to it unless an iterator was given, then await it."""
-        flight = self._fly(request_iterator, timeout, metadata, credentials, wait_for_ready, compression)
-        return calls.RoutedStreamUnaryCall(flight)
+        how = timeout, metadata, credentials, wait_for_ready, compression
+        return self._fly(RoutedStreamUnaryCall, request_iterator, *how)
 
 
 class StreamStream(_Method, grpc.aio.StreamStreamMultiCallable):  # type: ignore[type-arg]
@@ -321,5 +328,5 @@ class StreamStream(_Method, grpc.aio.StreamStreamMultiCallable):  # type: ignore
         compression: grpc.Compression | None = None,
     ) -> Any:
         """The call: `write` to it unless an iterator was given; iterate over it, or `read`."""
-        flight = self._fly(request_iterator, timeout, metadata, credentials, wait_for_ready, compression)
-        return calls.RoutedStreamStreamCall(flight)
+        how = timeout, metadata, credentials, wait_for_ready, compression
+        return self._fly(RoutedStreamStreamCall, request_iterator, *how)

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from gpuroute.transports.grpc_peers import Peer
     from gpuroute.transports.grpc_rpc import Rpc
 
-    Start = Callable[[Peer, Rpc], Any]
-
 
 def at_once(coroutine: Coroutine[Any, Any, Any]) -> Any:
     """The result of a coroutine that has nothing to wait for: the accessors of a call that has ended."""
@@ -38,15 +36,6 @@ def at_once(coroutine: Coroutine[Any, Any, Any]) -> Any:
     coroutine.close()
     msg = "the call has not ended"
     raise RuntimeError(msg)
-
-
-class Written:
-    """Whether a message was written by the caller's own `write`."""
-
-    __slots__ = ("sent",)
-
-    def __init__(self) -> None:
-        self.sent = False
 
 
 class Requests:
@@ -82,27 +71,54 @@ async def _as_async(messages: Any) -> AsyncIterator[Any]:
         yield message
 
 
+class Begun:
+    """What every attempt of one RPC sends, and how."""
+
+    __slots__ = ("body", "compression", "credentials", "key", "requests", "wrote")
+
+    def __init__(self, key: tuple[Any, ...], body: Any, requests: Requests | None, credentials: Any, compression: Any):
+        self.key = key
+        self.body = body
+        self.requests = requests
+        self.credentials = credentials
+        self.compression = compression
+        self.wrote = False
+
+    @property
+    def sent(self) -> bool:
+        """True if request messages of a stream surely left."""
+        return self.wrote or (self.requests is not None and self.requests.sent)
+
+    def send(self, peer: Peer, rpc: Rpc) -> Any:
+        """Begin one attempt."""
+        return peer.bind(self.key)(
+            self.body if self.requests is None else self.requests.view(),
+            timeout=rpc.timeout(),
+            metadata=rpc.headers(),
+            credentials=self.credentials,
+            compression=self.compression,
+        )
+
+
 class Flight:
-    """What one RPC's user, its attempts and its timers share."""
+    """The state machine of one RPC: its attempts, its timer, and who waits for it."""
 
-    __slots__ = ("_callbacks", "_cancelled", "_changed", "_loop", "_start", "_timer", "error", "inner", "over", "rpc",
-                 "streaming", "until", "waiting", "written")  # fmt: skip
+    __slots__ = ("_callbacks", "_cancelled", "_changed", "_loop", "_timer", "begun", "error", "inner", "over", "rpc",
+                 "streaming", "until")  # fmt: skip
 
-    def __init__(self, start: Start, loop: asyncio.AbstractEventLoop, written: Requests | Written | None) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, begun: Begun) -> None:
+        self.begun = begun
         self.rpc: Rpc | None = None
         self.inner: Any = None
         self.error: BaseException | None = None  # the end, where there is no inner call to tell it
         self.over = False
         self.streaming = False
-        self.written = written
-        self.waiting: object = None  # the task that begins it, to which nobody else holds a reference
         self.until: float | None = None
-        self._start = start
         self._loop = loop
         self._changed: asyncio.Event | None = None
-        self._callbacks: list[Callable[[], None]] = []
+        self._callbacks: list[Callable[[], None]] | None = None
         self._cancelled = False
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | asyncio.Task[None] | None = None
 
     def launch(self) -> None:
         """Begin the next attempt, now or when its delay has passed."""
@@ -115,7 +131,7 @@ class Flight:
             if peer is None:
                 self._timer = self._loop.call_later(rpc.wait, self.launch)
                 return
-            inner = self._start(peer, rpc)
+            inner = self.begun.send(peer, rpc)
         except (NoEndpointAvailable, DeadlineExceeded) as error:
             cause = rpc.cause if isinstance(error, NoEndpointAvailable) else None
             self.end(cause or aio_ended(error))
@@ -126,10 +142,15 @@ class Flight:
             return
         self.adopt(inner)
 
+    def launch_later(self, begin: Coroutine[Any, Any, None]) -> None:
+        """Let a task begin the first attempt."""
+        self._timer = self._loop.create_task(begin)
+
     def adopt(self, inner: Any) -> None:
         """Follow this call from now on."""
         self.inner = inner
-        self._wake()
+        if self._changed is not None:
+            self._wake()
         inner.add_done_callback(self.settle)
 
     def settle(self, inner: Any) -> None:
@@ -152,16 +173,15 @@ class Flight:
         rpc = self.rpc
         if rpc is None:  # it was not routed
             return True
-        code = at_once(inner.code())
         if self._cancelled or inner.cancelled() or rpc.hub.closed:
             rpc.cancelled()
             return True
-        trailing = at_once(inner.trailing_metadata())
+        code = at_once(inner.code())
         if code is StatusCode.OK:
-            rpc.succeeded(trailing)
+            rpc.succeeded(at_once(inner.trailing_metadata()) if rpc.hears else None)
             return True
-        details = at_once(inner.details())
-        if not rpc.failed(code, details, trailing, self.written is not None and self.written.sent):
+        trailing, details = at_once(inner.trailing_metadata()), at_once(inner.details())
+        if not rpc.failed(code, details, trailing, self.begun.sent):
             return True
         rpc.cause = AioRpcError(code, at_once(inner.initial_metadata()), trailing, details)
         return False
@@ -178,8 +198,8 @@ class Flight:
     def _land(self) -> None:
         self.over = True
         self._wake()
-        callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
+        callbacks, self._callbacks = self._callbacks, None
+        for callback in callbacks or ():
             callback()
 
     def _wake(self) -> None:
@@ -218,10 +238,10 @@ class Flight:
             if self.rpc is not None:
                 self.rpc.cancelled()
         else:
-            self._loop.call_soon_threadsafe(self.cancel)
+            self._loop.call_soon_threadsafe(self.give_up)
 
-    def cancel(self) -> bool:
-        """Give up; True if that changed anything."""
+    def give_up(self) -> bool:
+        """Cancel; True if that changed anything."""
         if self.over:
             return False
         self._cancelled = True
@@ -241,33 +261,29 @@ class Flight:
         """Call back once it is over, now if it is."""
         if self.over:
             callback()
+        elif self._callbacks is None:
+            self._callbacks = [callback]
         else:
             self._callbacks.append(callback)
 
     @property
-    def cancelled(self) -> bool:
+    def was_cancelled(self) -> bool:
         """True if the caller cancelled it."""
-        return self._cancelled or (self.inner is not None and self.inner.cancelled())
+        return self._cancelled or (self.inner is not None and bool(self.inner.cancelled()))
 
 
 class _Routed(grpc.aio.Call):
     """Call methods common to the four kinds."""
 
-    def __init__(self, flight: Flight) -> None:
-        self._flight = flight
-
-    def __del__(self) -> None:
-        flight = self._flight
-        if not flight.over:
-            flight.drop()
+    _flight: Flight
 
     def cancel(self) -> bool:
         """Cancel; True if it was still running."""
-        return self._flight.cancel()
+        return self._flight.give_up()
 
     def cancelled(self) -> bool:
         """True if the caller cancelled it."""
-        return self._flight.cancelled
+        return self._flight.was_cancelled
 
     def done(self) -> bool:
         """True once it is over."""
@@ -361,8 +377,17 @@ def _details(error: BaseException | None) -> str:
     return (error.details() or "") if isinstance(error, grpc.RpcError) else LOCALLY_CANCELLED
 
 
-class _Answered(_Routed):
-    """One response."""
+class _Answered(Flight, _Routed):
+    """One response. grpcio's task keeps its inner call alive, so nobody can drop it: call and flight are one object."""
+
+    @property
+    def _flight(self) -> Flight:  # type: ignore[override]
+        return self
+
+    @property
+    def flight(self) -> Flight:
+        """Itself."""
+        return self
 
     def __await__(self) -> Generator[Any, None, Any]:
         return self._answer().__await__()
@@ -378,12 +403,20 @@ class _Answered(_Routed):
                     if flight.last(inner, error):
                         raise
         except asyncio.CancelledError:
-            flight.cancel()
+            flight.give_up()
             raise
 
 
 class _Streamed(_Routed):
     """A stream of responses."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, begun: Begun) -> None:
+        self._flight = self.flight = Flight(loop, begun)
+
+    def __del__(self) -> None:
+        flight = self._flight
+        if not flight.over:
+            flight.drop()
 
     _messages: weakref.ref[AsyncIterator[Any]] | None = None
 
@@ -440,15 +473,13 @@ class _Writable(_Routed):
                 if flight.last(inner, error):
                     raise
             else:
-                if flight.written is not None:
-                    flight.written.sent = True
+                flight.begun.wrote = True
                 return
 
     async def done_writing(self) -> None:
         """End the requests. Idempotent."""
         inner = await self._flight.current()
-        if self._flight.written is not None:
-            self._flight.written.sent = True
+        self._flight.begun.wrote = True
         await inner.done_writing()
 
 

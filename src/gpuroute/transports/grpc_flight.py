@@ -137,7 +137,7 @@ class Flight:
             return True
         code = inner.code()
         if code is StatusCode.OK:
-            rpc.succeeded(inner.trailing_metadata())
+            rpc.succeeded(inner.trailing_metadata() if rpc.hears else None)
             return True
         sent = self._requests is not None and self._requests.sent
         if not rpc.failed(code, inner.details(), inner.trailing_metadata(), sent=sent):

@@ -39,7 +39,7 @@ _ABANDONED: list[object] = []
 class Peer:
     """The channel to one endpoint. `live`: tokens of calls that use it; `gone`: closes when the last of them ends."""
 
-    __slots__ = ("channel", "endpoint", "gone", "live", "methods", "used_at")
+    __slots__ = ("channel", "endpoint", "gone", "live", "methods", "unreported", "used_at")
 
     def __init__(self, endpoint: Endpoint, channel: Any) -> None:
         self.endpoint = endpoint
@@ -48,6 +48,7 @@ class Peer:
         self.live: set[object] = set()
         self.gone = False
         self.used_at = 0.0
+        self.unreported = 0  # successful calls since it last reported its load
 
     def bind(self, key: tuple[Any, ...]) -> Any:
         """The multicallable `(kind, method, serializer, deserializer, registered)` on this channel."""
@@ -64,14 +65,15 @@ class Peer:
 class Peers:
     """The open channels of one routed channel. Safe from any thread."""
 
-    __slots__ = ("_by_id", "_close", "_lock", "_open", "_sweep_at", "idle", "on_open")
+    __slots__ = ("_by_id", "_close", "_lock", "_open", "idle", "on_open", "sweep_at", "version")
 
     def __init__(self, opener: Callable[[Endpoint], Any], close: Callable[[Any], object], idle: float) -> None:
         self._open = opener
         self._close = close
         self._by_id: dict[str, Peer] = {}
         self._lock = threading.Lock()
-        self._sweep_at = 0.0
+        self.sweep_at = 0.0
+        self.version = 0
         self.idle = idle
         self.on_open: Callable[[Peer], None] | None = None
 
@@ -94,13 +96,13 @@ class Peers:
         if peer.gone and not peer.live:
             self._close(peer.channel)
 
-    def due(self, now: float) -> bool:
-        """True once `SWEEP_EVERY` seconds have passed since the last sweep."""
-        return now >= self._sweep_at
+    def sweep(self, wanted: Container[str], now: float, version: int = 0) -> None:
+        """Let go of the channels whose endpoint left, or that have been idle for long.
 
-    def sweep(self, wanted: Container[str], now: float) -> None:
-        """Let go of the channels whose endpoint left, or that have been idle for long."""
-        self._sweep_at = now + SWEEP_EVERY
+        Due when the fleet's version is another than `version`, and at `sweep_at`.
+        """
+        self.version = version
+        self.sweep_at = now + SWEEP_EVERY
         for peer in self:
             if peer.endpoint.id not in wanted or (not peer.live and now - peer.used_at > self.idle):
                 self._dismiss(peer)

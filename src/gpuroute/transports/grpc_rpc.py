@@ -21,7 +21,7 @@ from gpuroute.core.outcome import Outcome
 from gpuroute.core.prefix import Prompt, ladder
 from gpuroute.core.report import Report
 from gpuroute.errors import ConfigError, GpurouteError, NoEndpointAvailable
-from gpuroute.observe import Observer, observer
+from gpuroute.observe import Observer, observer, watch
 from gpuroute.transports.bodies import NO_OPTIONS, Options, read_options
 from gpuroute.transports.grpc_status import REPEATED, REPEATED_IF_SAFE, brief, judge, report_in
 
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 OURS = "x-gpuroute-"
 UNSENT, UNAVAILABLE, FAILED = "unsent", "unavailable", "failed"
 REPLAY = (UNSENT, UNAVAILABLE, FAILED)
+NO_STEPS: Sequence[int] = ()
 
 _options: ContextVar[Options] = ContextVar("gpuroute.grpc.options", default=NO_OPTIONS)
 
@@ -77,28 +78,50 @@ def split_metadata(metadata: Pairs | None) -> tuple[Options, list[tuple[str, Any
 
 
 class Hub:
-    """What all calls of one routed channel share. Safe from any thread."""
+    """What all calls of one routed channel share. Safe from any thread.
 
-    __slots__ = ("__weakref__", "clock", "closed", "leaves", "pool", "prompt", "repeated", "replay", "router", "version")
+    What a call asks of its pool (is it disabled, does its policy read prompts) changes only with the router's version,
+    so it is looked up once per version.
+    """
+
+    __slots__ = ("__weakref__", "clock", "closed", "leaves", "may_leave", "pool", "prompt", "reads", "repeated", "replay",
+                 "router", "version")  # fmt: skip
 
     def __init__(self, router: Router, pool: str, prompt: ReadPrompt | None, replay: str) -> None:
         if replay not in REPLAY:
             raise ConfigError(f"replay={replay!r}: expected one of {', '.join(REPLAY)}")
+        settings = router.settings
         self.router = router
         self.pool = pool
         self.clock = router.clock
         self.prompt = prompt
         self.replay = replay
         self.repeated = REPEATED_IF_SAFE if replay == FAILED else REPEATED
-        self.leaves = router.settings.disabled or router.settings.rollout < 1
+        self.may_leave = settings.disabled or settings.rollout < 1
+        self.leaves = self.may_leave
+        self.reads = False
         self.version = 0
         self.closed = False
+        watch(router)
 
     @property
-    def settled(self) -> bool:
-        """True if a call need not wait for the first view of the fleet."""
+    def waits(self) -> bool:
+        """True while a call must wait for the first view of the fleet."""
+        return not self.version and not self.router.is_ready and not self.router.settings.disabled
+
+    def look(self) -> None:
+        """Look at the pool again, if the fleet has changed. Raises UnknownPool, RouterClosed, RegistryUnavailable."""
         router = self.router
-        return router.is_ready or router.settings.disabled
+        if self.version == router.version and self.version:
+            return
+        version = router.version
+        if self.may_leave and router.settings.disabled:
+            return
+        pool = router.pool(self.pool)
+        picker = pool.snapshot.picker
+        self.leaves = self.may_leave or pool.spec.config.disabled
+        self.reads = self.prompt is not None and (picker.wants_ladder or picker.ring is not None)
+        self.version = version
 
     def begin(
         self,
@@ -107,36 +130,35 @@ class Hub:
         request: bytes | None,
         timeout: float | None,
         metadata: Pairs | None,
-        *,
-        patient: bool,
+        patient: bool | None,
         streaming: bool,
     ) -> Rpc:
         """Start one logical RPC; `request` is None if it comes as a stream. Raises UnknownPool, RouterClosed, ..."""
         asked, metadata = split_metadata(metadata)
         if asked.timeout is not None:
             timeout = asked.timeout if timeout is None else min(timeout, asked.timeout)
-        key, rungs, tokens = self._affinity(method, request, asked.key)
-        router = self.router
-        call = router.call(
+        if timeout is not None and timeout < 0:
+            timeout = 0.0  # grpcio takes it, and says DEADLINE_EXCEEDED
+        key, steps, tokens = asked.key, NO_STEPS, 0
+        if self.reads and request and not key:
+            key, steps, tokens = self._read(method, request)
+        call = self.router.call(
             self.pool,
             key=key,
-            ladder=rungs,
+            ladder=steps,
             tokens=tokens,
             timeout=timeout,
             attempts=asked.attempts,
             replayable=request is not None and self.replay != UNSENT,
         )
-        if self.version != router.version or peers.due(call.started):
-            self.version = router.version
-            peers.sweep(call.pool.snapshot.by_id, call.started)
+        if peers.version != self.version or call.started >= peers.sweep_at:
+            peers.sweep(call.pool.snapshot.by_id, call.started, self.version)
         # A deadline cannot be lifted once an attempt runs, so a stream gets one only if its caller said so.
         limited = call.deadline < math.inf and (timeout is not None or not streaming)
-        return Rpc(self, peers, call, metadata, limited=limited, patient=patient)
+        return Rpc(self, peers, call, metadata, limited, patient)
 
     def unrouted(self, peers: Peers, metadata: Pairs | None) -> tuple[Peer, Pairs | None] | None:
         """The channel of a call that the kill switch or the rollout leaves unrouted, and its metadata."""
-        if not self.leaves and not self.router.pool(self.pool).spec.config.disabled:
-            return None
         asked, metadata = split_metadata(metadata)
         url = self.router.fallback(self.pool, asked.key)
         if url is None:
@@ -145,47 +167,35 @@ class Hub:
         peer.live.discard(self)
         return peer, metadata
 
-    def _affinity(self, method: str, request: bytes | None, key: str | None) -> tuple[str | None, Sequence[int], int]:
-        """The call's key, prefix hashes and prompt tokens; what its policy cannot use is not read."""
-        if key or self.prompt is None or not request:
-            return key, (), 0
-        pool = self.router.pool(self.pool)
-        picker = pool.snapshot.picker
-        if not picker.wants_ladder and picker.ring is None:
-            return None, (), 0
+    def _read(self, method: str, request: bytes) -> tuple[str | None, Sequence[int], int]:
+        """The key, prefix hashes and prompt tokens in a request."""
+        assert self.prompt is not None
         prompt = self.prompt(method, request)
         if prompt is None:
-            return None, (), 0
+            return None, NO_STEPS, 0
         if isinstance(prompt, bytes):
             prompt = Prompt(prompt, len(prompt) // 4)
         if prompt.key:
-            return prompt.key, (), prompt.tokens
+            return prompt.key, NO_STEPS, prompt.tokens
         salt = self.router.settings.salt
-        return None, ladder(prompt, salt.reveal() if salt else pool.spec.config.salt), prompt.tokens
+        chosen = salt.reveal() if salt else self.router.pool(self.pool).spec.config.salt
+        return None, ladder(prompt, chosen), prompt.tokens
 
 
 class Rpc:
     """One logical RPC. Used by one thread at a time; the drivers see to that."""
 
-    __slots__ = (
-        "attempt",
-        "call",
-        "cause",
-        "hub",
-        "limited",
-        "metadata",
-        "not_before",
-        "observer",
-        "over",
-        "patient",
-        "peer",
-        "peers",
-        "token",
-        "wait",
-    )
+    __slots__ = ("attempt", "call", "cause", "hub", "limited", "metadata", "not_before", "observer", "over", "patient",
+                 "peer", "peers", "quiet", "token", "wait")  # fmt: skip
 
     def __init__(
-        self, hub: Hub, peers: Peers, call: Call, metadata: Pairs | None, *, limited: bool, patient: bool
+        self,
+        hub: Hub,
+        peers: Peers,
+        call: Call,
+        metadata: Pairs | None,
+        limited: bool,
+        patient: bool | None,
     ) -> None:
         self.hub = hub
         self.peers = peers
@@ -194,9 +204,9 @@ class Rpc:
         self.limited = limited
         self.patient = patient
         self.not_before = 0.0
-        self.wait = 0.0
         self.cause: BaseException | None = None
-        self.observer: Observer = observer()
+        self.observer = observer()
+        self.quiet = type(self.observer) is Observer  # it has nothing to say of calls that go well
         self.token: object = None
         self.attempt: Attempt | None = None
         self.peer: Peer | None = None
@@ -235,14 +245,15 @@ class Rpc:
         """Seconds that the present attempt may take."""
         return max(0.0, self.call.deadline - self.hub.clock()) if self.limited else None
 
-    def headers(self) -> list[tuple[str, Any]] | None:
+    def headers(self) -> Pairs | None:
         """The metadata of the present attempt: the caller's, the endpoint's own and trace context."""
-        assert self.attempt is not None
+        attempt = self.attempt
+        assert attempt is not None
+        extra = attempt.state.endpoint.headers
+        if self.quiet and not extra:
+            return self.metadata
         traced: dict[str, str] = {}
-        self.token = self.observer.attempt_started(self.call, self.attempt, traced)
-        extra = self.attempt.endpoint.headers
-        if not extra and not traced:
-            return self.metadata  # type: ignore[return-value]
+        self.token = self.observer.attempt_started(self.call, attempt, traced)
         ours = {name.lower(): value for name, value in extra.items()} | traced
         return [pair for pair in self.metadata or () if pair[0] not in ours] + list(ours.items())
 
@@ -251,15 +262,25 @@ class Rpc:
         if self.attempt is not None:
             self.attempt.first_token(self.hub.clock())
 
+    @property
+    def hears(self) -> bool:
+        """True if a success's trailing metadata should be read: where no load was ever reported, now and then."""
+        peer = self.peer
+        if peer is None:
+            return False
+        peer.unreported += 1
+        return peer.unreported < 32 or not peer.unreported & 15
+
     def succeeded(self, trailing: Pairs | None) -> None:
         """The attempt ended with OK."""
-        now, attempt = self.hub.clock(), self.attempt
+        attempt = self.attempt
         if attempt is None:
             return
+        now = self.hub.clock()
         if attempt.first is None:
             attempt.first_token(now)
-        if trailing:
-            learn_report(attempt, trailing, self.call.pool.mean_tokens, now)
+        if trailing and self.peer is not None and learn_report(attempt, trailing, self.call.pool.mean_tokens, now):
+            self.peer.unreported = 0
         self._finish(Outcome.SUCCESS, now)
         self._end(now)
 
@@ -310,13 +331,15 @@ class Rpc:
         again = self.call.finish(attempt, outcome, now, reason=reason, **how)
         if peer is not None:
             self.peers.release(peer, attempt)
-        self.observer.attempt_ended(self.token, self.call, attempt)
+        if not self.quiet or outcome is not Outcome.SUCCESS:
+            self.observer.attempt_ended(self.token, self.call, attempt)
         return again
 
     def _end(self, now: float) -> None:
         if not self.over:
             self.over = True
-            self.observer.call_ended(self.call, now)
+            if not self.quiet:
+                self.observer.call_ended(self.call, now)
 
     def _wait_a_little(self, now: float) -> None:
         pool = self.call.pool
@@ -324,12 +347,13 @@ class Rpc:
         self.not_before = now + self.wait
 
 
-def learn_report(attempt: Attempt, trailing: Pairs, mean_tokens: float, now: float) -> None:
-    """What the endpoint says of its own load in its trailing metadata, if it does."""
+def learn_report(attempt: Attempt, trailing: Pairs, mean_tokens: float, now: float) -> bool:
+    """What the endpoint says of its own load in its trailing metadata; False if it says nothing."""
     said = report_in(trailing)
     if said is None or said.requests is None:
-        return
+        return False
     queued = -1 if said.queued_tokens is None else int(said.queued_tokens)
     running = said.in_flight if said.running is None else said.running
     report = Report(now, int(running or 0), int(said.waiting or 0), queued, said.kv_usage or 0.0, source="orca")
     learn_bid(attempt.state, report, mean_tokens)
+    return True

@@ -152,22 +152,16 @@ class _Method:
         self._key = kind, method, None if self._one else serializer, deserializer, registered
         self._unrouted_key = kind, method, serializer, deserializer, registered
 
-    def _begin(self, request: Any, timeout: float | None, metadata: Any, patient: bool | None) -> tuple[Rpc, Any]:
-        """The RPC, and what carries its request: bytes, or Requests."""
+    def _begin(self, request: Any, timeout: float | None, metadata: Any, patient: bool | None) -> Rpc:
         hub = self._hub
         if hub.closed:
             msg = "Cannot invoke RPC on closed channel!"
             raise ValueError(msg)
-        body = self._serialized(request) if self._one else Requests(request)
-        data: Any = body if self._one else None
-        how = {"patient": bool(patient), "streaming": self._streaming}
-        return hub.begin(self._peers, self._method, data, timeout, metadata, **how), body
+        return hub.begin(self._peers, self._method, request, timeout, metadata, patient, self._streaming)
 
     def _await_view(self, timeout: float | None) -> float | None:
         """Wait for the first view of the fleet, and return what is left of the call's timeout."""
         hub = self._hub
-        if hub.settled:
-            return timeout
         began = hub.clock()
         try:
             hub.router.ready(timeout)
@@ -180,9 +174,12 @@ class _Method:
         found = self._hub.unrouted(self._peers, metadata)
         return found and (found[0].bind(self._unrouted_key), found[1])
 
-    def _serialized(self, request: Any) -> bytes:
+    def _body(self, request: Any) -> Any:
+        """What every attempt sends: bytes, or a view of the caller's iterator."""
+        if not self._one:
+            return Requests(request)
         if self._serializer is None:
-            return request  # type: ignore[no-any-return]
+            return request
         try:
             return self._serializer(request)
         except Exception:
@@ -193,33 +190,43 @@ class _Method:
         self, request: Any, timeout: float | None, metadata: Any, credentials: Any, patient: bool | None, compression: Any
     ) -> tuple[Any, grpc.Call]:
         """The response and the call that gave it: attempts in a row until one answers or no other is due."""
-        timeout = self._await_view(timeout)
-        plain = self._unrouted(metadata)
-        if plain is not None:
-            return plain[0].with_call(request, timeout, plain[1], credentials, patient, compression)  # type: ignore[no-any-return]
-        rpc, body = self._begin(request, timeout, metadata, patient)
+        hub, one = self._hub, self._one
+        if hub.waits:
+            timeout = self._await_view(timeout)
+        hub.look()
+        if hub.leaves:
+            plain = self._unrouted(metadata)
+            if plain is not None:
+                return plain[0].with_call(request, timeout, plain[1], credentials, patient, compression)  # type: ignore[no-any-return]
+        body = self._body(request)
+        rpc = self._begin(body if one else None, timeout, metadata, patient)
         try:
             while True:
                 peer = _next_peer(rpc)
                 if peer is None:
                     continue
                 send = peer.bind(self._key).with_call
-                data = body if self._one else body.view()
+                data = body if one else body.view()
                 try:
                     response, call = send(data, rpc.timeout(), rpc.headers(), credentials, None, compression)
                 except grpc.RpcError as error:
-                    sent = not self._one and body.sent
-                    trailing: Any = error.trailing_metadata()
-                    if self._hub.closed or not rpc.failed(error.code(), error.details(), trailing, sent):
-                        rpc.note(error)
+                    if not self._goes_on(rpc, error, body):
                         raise
-                    rpc.cause = error
                 else:
-                    rpc.succeeded(call.trailing_metadata())
+                    rpc.succeeded(call.trailing_metadata() if rpc.hears else None)
                     return response, call
         finally:
             if rpc.attempt is not None:
                 rpc.cancelled()
+
+    def _goes_on(self, rpc: Rpc, error: grpc.RpcError, body: Any) -> bool:
+        trailing: Any = error.trailing_metadata()
+        sent = not self._one and body.sent
+        if self._hub.closed or not rpc.failed(error.code(), error.details(), trailing, sent):
+            rpc.note(error)
+            return False
+        rpc.cause = error
+        return True
 
     def _fly(
         self,
@@ -232,18 +239,22 @@ class _Method:
         compression: Any,
     ) -> Any:
         """A call that is also a future or an iterator; `how` names the multicallable's way to begin one."""
-        timeout = self._await_view(timeout)
-        plain = self._unrouted(metadata)
-        if plain is not None:
-            return getattr(plain[0], how)(request, timeout, plain[1], credentials, patient, compression)
-        rpc, body = self._begin(request, timeout, metadata, patient)
+        hub, one = self._hub, self._one
+        if hub.waits:
+            timeout = self._await_view(timeout)
+        hub.look()
+        if hub.leaves:
+            plain = self._unrouted(metadata)
+            if plain is not None:
+                return getattr(plain[0], how)(request, timeout, plain[1], credentials, patient, compression)
+        body = self._body(request)
+        rpc = self._begin(body if one else None, timeout, metadata, patient)
 
         def start(peer: Peer, rpc: Rpc) -> Any:
-            data = body if self._one else body.view()
             send = getattr(peer.bind(self._key), how)
-            return send(data, rpc.timeout(), rpc.headers(), credentials, None, compression)
+            return send(body if one else body.view(), rpc.timeout(), rpc.headers(), credentials, None, compression)
 
-        flight = Flight(rpc, start, None if self._one else body)
+        flight = Flight(rpc, start, None if one else body)
         flight.launch()
         return RoutedCall(flight)
 
