@@ -254,6 +254,13 @@ def test_what_is_not_http_is_refused_and_closed(server: GpuServer, data: bytes, 
     assert exchange(server, data).split(b" ")[1] == b"%d" % status
 
 
+def test_head_has_no_body(client: httpx2.Client) -> None:
+    for _ in range(2):
+        response = client.head("/metrics")
+        assert (response.status_code, response.content) == (200, b"")
+        assert int(response.headers["content-length"]) > 1000
+
+
 def test_pipelined_requests_are_answered_in_turn(server: GpuServer) -> None:
     get = b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n"
     last = b"GET /health HTTP/1.0\r\n\r\n"
@@ -402,6 +409,22 @@ def test_kill_resets_what_runs(client: httpx2.Client, server: GpuServer) -> None
     with pytest.raises(httpx2.ConnectError):
         complete(client)
     assert (server.state()["dropped"], server.state()["live"]) == (1, 0)
+
+
+def test_a_crash_loses_the_cache_and_a_restart_serves_again(
+    client: httpx2.Client, server: GpuServer, eventually: Callable[..., None]
+) -> None:
+    prompt = "the same long beginning " * 100
+    complete(client, prompt=prompt)
+    server.slow(1000)
+    streamed = client.build_request("POST", "/v1/completions", json={**COMPLETION, "prompt": prompt, "stream": True})
+    client.send(streamed, stream=True)
+    eventually(lambda: server.state()["running"] == 1, "a job holds cached blocks")
+    server.kill()
+    server.resume()
+    again = complete(client, prompt=prompt).json()["usage"]["prompt_tokens_details"]
+    assert again == {"cached_tokens": 0}
+    assert (server.state()["running"], server.state()["waiting"]) == (0, 0)
 
 
 def test_a_client_that_goes_away_is_counted_and_frees_the_engine(

@@ -1,5 +1,6 @@
 """The process that `GpuServer.spawn` starts: `python -m gpuroute.testing '{"gpu": "H100"}'`.
 
+A second argument is the process to die with, told by that process: it may be dead before we can ask for our parent.
 Prints one JSON line when it listens, then one for each order read from standard input, whose end ends the process.
 """
 
@@ -18,7 +19,7 @@ from .options import ServerOptions
 _PARENT_CHECK_S = 0.5
 
 
-async def serve(options: ServerOptions) -> None:
+async def serve(options: ServerOptions, parent: int) -> None:
     """Run until SIGTERM has drained it or the parent is gone."""
     loop = asyncio.get_running_loop()
     host = Host(options, die=_die)
@@ -27,7 +28,7 @@ async def serve(options: ServerOptions) -> None:
     loop.add_signal_handler(signal.SIGTERM, _drain, host, stop)
     _say({"url": host.url, "port": host.port, "pid": os.getpid()})
     orders = asyncio.create_task(_obey(host))
-    watch = asyncio.create_task(_watch_parent(os.getppid()))
+    watch = asyncio.create_task(_watch_parent(parent))
     await stop.wait()
     while host.app.live:  # noqa: ASYNC110  (the end of a process need not be prompt)
         await asyncio.sleep(0.01)
@@ -73,7 +74,8 @@ def _say(message: dict[str, Any]) -> None:
 def main() -> None:
     """Entry point."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, whose end is ours
-    asyncio.run(serve(ServerOptions(**json.loads(sys.argv[1]))))
+    parent = int(sys.argv[2]) if len(sys.argv) > 2 else os.getppid()
+    asyncio.run(serve(ServerOptions(**json.loads(sys.argv[1])), parent))
 
 
 if __name__ == "__main__":

@@ -69,6 +69,11 @@ class Engine:
         self.gpu.slowdown = 1.0
         self.kick()
 
+    def crash(self) -> None:
+        """Lose every job, and the cache."""
+        self.gpu.fail(self.now)
+        self._sinks.clear()
+
     def kick(self) -> None:
         """Start stepping if there is work and no step is under way."""
         if self._pending is None:

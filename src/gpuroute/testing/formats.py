@@ -81,15 +81,14 @@ class _OpenAiFormat:
         self.id = f"{self.prefix}-{request_id}"
         self.created = int(time.time())
         self._include_usage = include_usage
-        template = event(self._chunk([self._token_choice(_TEXT, _FINISH)]))
-        head, _, rest = template.partition(dumps(_TEXT))
-        middle, _, tail = rest.partition(dumps(_FINISH))
-        self._parts = head, middle, tail
+        self._parts: tuple[bytes, bytes, bytes] | None = None
 
     def opening(self, usage: Usage) -> list[bytes]:  # noqa: ARG002
         return []
 
     def token(self, text: str, finish: str | None) -> bytes:
+        if self._parts is None:
+            self._parts = self._template()
         head, middle, tail = self._parts
         return head + dumps(text) + middle + (b"null" if finish is None else b'"%b"' % finish.encode()) + tail
 
@@ -101,6 +100,11 @@ class _OpenAiFormat:
     def whole(self, text: str, finish: str, usage: Usage) -> bytes:
         choice = {**self._whole_choice(text), "logprobs": None, "finish_reason": finish, "stop_reason": None}
         return dumps({**self._base(self.kind), "choices": [choice], "usage": usage.as_openai()})
+
+    def _template(self) -> tuple[bytes, bytes, bytes]:
+        head, _, rest = event(self._chunk([self._token_choice(_TEXT, _FINISH)])).partition(dumps(_TEXT))
+        middle, _, tail = rest.partition(dumps(_FINISH))
+        return head, middle, tail
 
     def _base(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}

@@ -118,7 +118,7 @@ class Host:
         for connection in list(self._connections):
             connection.cut(reset=True)
         self.app.abort_all()
-        self.app.gpu.kv.clear()
+        self.app.engine.crash()
 
 
 def _server_context(options: ServerOptions) -> ssl.SSLContext | None:

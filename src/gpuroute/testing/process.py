@@ -39,7 +39,7 @@ class GpuProcess(Controls):
         self._lock = threading.Lock()
         self._buffer = b""
         self._ready: dict[str, Any] | None = None
-        command = [sys.executable, "-P", "-m", "gpuroute.testing", json.dumps(asdict(options))]
+        command = [sys.executable, "-P", "-m", "gpuroute.testing", json.dumps(asdict(options)), str(os.getpid())]
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=_environment())
         self._finalizer = weakref.finalize(self, _reap, self._process)

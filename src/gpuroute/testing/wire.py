@@ -7,6 +7,7 @@ instant a client goes away, a reply cut at a chosen byte. Replies are callbacks,
 from __future__ import annotations
 
 import asyncio
+import itertools
 import socket
 import struct
 import time
@@ -72,11 +73,12 @@ class Reply:
     `on_abort` runs if the client goes away first. `written` counts events, `began` says whether any byte left.
     """
 
-    __slots__ = ("_connection", "_keep_alive", "began", "done", "on_abort", "on_end", "written")
+    __slots__ = ("_connection", "_head_only", "_keep_alive", "began", "done", "on_abort", "on_end", "written")
 
-    def __init__(self, connection: Connection, *, keep_alive: bool) -> None:
+    def __init__(self, connection: Connection, request: Request) -> None:
         self._connection = connection
-        self._keep_alive = keep_alive
+        self._keep_alive = request.keeps_alive
+        self._head_only = request.method == "HEAD"
         self.began = self.done = False
         self.written = 0
         self.on_abort: Callable[[], None] | None = None
@@ -86,7 +88,7 @@ class Reply:
         """A whole response."""
         if not self.done:
             extra = f"content-length: {len(body)}\r\n" + (f"content-type: {content_type}\r\n" if body else "")
-            self._write(_head(status, extra, headers, close=not self._keep_alive) + body)
+            self._write(_head(status, extra, headers, close=not self._keep_alive) + (b"" if self._head_only else body))
             self._finish()
 
     def send_half(self, status: int, body: bytes, content_type: str = JSON_TYPE) -> None:
@@ -130,11 +132,10 @@ class Reply:
 class Connection(asyncio.Protocol):
     """Parses requests of one client connection and hands them to `app`, one at a time."""
 
-    _serial = 0
+    _numbers = itertools.count(1)
 
     def __init__(self, app: Callable[[Request, Reply], None], live: set[Connection], limit: int, idle: float) -> None:
-        Connection._serial += 1
-        self.number = Connection._serial
+        self.number = next(self._numbers)
         self._app, self._live, self._limit, self._idle = app, live, limit, idle
         self._served = 0
         self._buffer = bytearray()
@@ -226,7 +227,7 @@ class Connection(asyncio.Protocol):
             return False
         request, self._request = self._request, None
         request.body = body
-        self._reply = Reply(self, keep_alive=request.keeps_alive)
+        self._reply = Reply(self, request)
         self._app(request, self._reply)
         return True
 
