@@ -419,6 +419,8 @@ def test_sessions_depend_on_the_salt_and_on_nothing_else() -> None:
         router = Router(FakeRegistry({"llm": spec}), clock=FakeClock(), random=Random(seed).random, policy="session")
         return [one_call(router, key=f"user-{n}") for n in range(100)]
 
+    own = Router(FakeRegistry({"llm": named(*"abcdefgh")}), clock=FakeClock(), policy="session", salt="x")
+    assert [one_call(own, key=f"user-{n}") for n in range(100)] == homes("x", 1)  # the client's own salt wins
     assert homes("x", 1) == homes("x", 2)
     assert sum(a == b for a, b in zip(homes("x", 1), homes("y", 1), strict=True)) < 40
 

@@ -281,10 +281,10 @@ class Router:
             replayable=replayable,
         )
 
-    @staticmethod
-    def _ask(pool: Pool, key: str | None, ladder: Sequence[int], tokens: int) -> Ask:
+    def _ask(self, pool: Pool, key: str | None, ladder: Sequence[int], tokens: int) -> Ask:
         # A blank key is no key: all who send one would share one home.
-        position = session_key(key, pool.spec.config.salt) if key and not key.isspace() else None
+        salt = self.settings.salt.reveal() if self.settings.salt else pool.spec.config.salt
+        position = session_key(key, salt) if key and not key.isspace() else None
         return Ask(position, ladder, tokens)
 
     def attempt(
