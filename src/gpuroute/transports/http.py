@@ -22,6 +22,8 @@ from gpuroute.transports.trips import Head, Trip
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
+    from gpuroute.core.call import Call
+    from gpuroute.transports.asking import Asking
     from gpuroute.transports.pools import Connection, Pools
 
 MAX_ERROR_BODY = 64 * 1024
@@ -61,6 +63,9 @@ class Primitives(Routes):
 
     def _sleep(self, seconds: float) -> None:
         time.sleep(seconds)
+
+    def _ask(self, call: Call) -> Asking | None:
+        return self._asker.ask(call) if self._asker is not None else None
 
     def _ready(self, timeout: float | None) -> None:
         self.router.ready(timeout)
@@ -114,6 +119,9 @@ class AsyncPrimitives(Routes):
 
     async def _sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
+
+    async def _ask(self, call: Call) -> Asking | None:
+        return await self._asker.ask_async(call) if self._asker is not None else None
 
     async def _ready(self, timeout: float | None) -> None:
         await self.router.aready(timeout)
@@ -180,6 +188,8 @@ class Driver(Primitives):
         call, clock, pools = route.call, self.router.clock, self._pools()
         last: Any = None
         try:
+            if self._asks(route):
+                route.asked = self._ask(call)
             while True:
                 while (pause := call.delay(clock())) > 0:
                     self._sleep(pause)
@@ -292,6 +302,8 @@ class AsyncDriver(AsyncPrimitives):
         call, clock, pools = route.call, self.router.clock, self._pools()
         last: Any = None
         try:
+            if self._asks(route):
+                route.asked = await self._ask(call)
             while True:
                 while (pause := call.delay(clock())) > 0:
                     await self._sleep(pause)

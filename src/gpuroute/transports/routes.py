@@ -18,6 +18,7 @@ from gpuroute.core.retry import RetryRules
 from gpuroute.engines.prompts import read_prompt
 from gpuroute.errors import DeadlineExceeded, NoEndpointAvailable, UnknownPool
 from gpuroute.observe import observer, watch
+from gpuroute.transports.asking import asker_of
 from gpuroute.transports.bodies import Outgoing, model_of
 from gpuroute.transports.pools import Limits, Pools, Trust
 from gpuroute.transports.trips import LEAVE, STAY, Settled, Trip
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from gpuroute.core.prefix import Prompt
     from gpuroute.observe import Observer
     from gpuroute.router import Router
+    from gpuroute.transports.asking import Asking
     from gpuroute.transports.library import Library
     from gpuroute.transports.wires import SocketOption
 
@@ -43,7 +45,7 @@ _CREDENTIALS = frozenset((b"authorization", b"cookie", b"proxy-authorization", b
 class Route:
     """One call of the caller: what it asked, where it goes, and how far it is told to the observer."""
 
-    __slots__ = ("call", "ended", "name", "observer", "out", "pin", "pool", "prompt")
+    __slots__ = ("asked", "call", "ended", "name", "observer", "out", "pin", "pool", "prompt")
 
     call: Call
     pool: Pool
@@ -55,6 +57,7 @@ class Route:
         self.prompt: Prompt | None = None
         self.observer: Observer = observer()
         self.ended = False
+        self.asked: Asking | None = None
 
     def read(self) -> Prompt | None:
         """The prompt in the body; reads it the first time."""
@@ -107,6 +110,7 @@ class Routes:
         self.replaced: tuple[Any, Any] | None = None  # by `gpuroute.wrap`: the client's own transport and mounts
         self._salt = settings.salt.reveal() if settings.salt else None
         self._disabled = settings.disabled
+        self._asker = asker_of(router)
         self._fallbacks: dict[str, Pool] = {}
         router.on_fork(self._after_fork)
         watch(router)
@@ -184,10 +188,15 @@ class Routes:
         timeout = route.out.options.timeout or self.router.settings.timeout
         return Call(pool, self.router.clock(), timeout=timeout, replayable=False)
 
+    def _asks(self, route: Route) -> bool:
+        return self._asker is not None and not route.pin and self._asker.covers(route.call.pool)
+
     def _depart(self, route: Route, pools: Pools) -> Trip:
         """Start the next attempt. Raises NoEndpointAvailable, DeadlineExceeded."""
         call, now = route.call, self.router.clock()
         attempt = self._pinned(route, now) if route.pin else call.next_attempt(now)
+        if route.asked is not None:
+            route.asked.take(attempt)
         link = pools.link(attempt.state, call.pool, self.router.version)
         return Trip(self._settled, route, attempt, link, pools)
 

@@ -182,6 +182,8 @@ class Trip:
             return False
         again = self.call.finish(attempt, outcome, now, retry_after=retry_after, reason=reason, answered=answered)
         self.route.observer.attempt_ended(self._token, self.call, attempt)
+        if self.route.asked is not None:
+            self.route.asked.tell(attempt)
         if not again:
             self.route.conclude(now)
         return again
@@ -228,6 +230,8 @@ class Trip:
             self.again = self.failed_inside(failure)
             return self.interruption(failure)
         self.attempt.first_token(self.settled.clock())
+        if self.route.asked is not None:
+            self.route.asked.began(self.attempt, head.content_type, first)
         if whole:
             self.end(Outcome.SUCCESS)
         return None

@@ -1,0 +1,174 @@
+"""The sockets that asks leave by and bids come back to: one for each loop, or for each thread that asks just now.
+
+Plain non-blocking sockets with `add_reader` or `poll`: an asyncio DatagramTransport costs half as much again (measured
+190 against 250-340 us of CPU for a call with six asks). Nothing here raises: what cannot be sent is "no report".
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Iterable
+
+LATE_S = 1.0
+"""How long after its call went on a bid is still listened to; nobody waits for it, but it teaches."""
+
+MAX_DATAGRAM = 512
+Address = tuple[Any, ...]
+
+
+class Place(NamedTuple):
+    """Where an agent listens: address family, the address as the system gives it back, and which of its engines."""
+
+    family: int
+    address: Address
+    engine: int
+
+
+class Listener(Protocol):
+    """Who asked, and takes what comes back."""
+
+    id: int
+    started: float
+
+    @property
+    def enough(self) -> bool:
+        """Whether to wait no longer."""
+
+    def heard(self, data: bytes, source: Address, now: float) -> None:
+        """A datagram with this id arrived. Never raises."""
+
+
+def id_of(data: bytes) -> int:
+    """The id in a message's header, 0 if it is too short for one."""
+    return int.from_bytes(data[16:24], "big")
+
+
+class Line:
+    """Sockets (one for each address family that is met) and those who wait for answers on them."""
+
+    def __init__(self) -> None:
+        self.sockets: dict[int, socket.socket] = {}
+        self.listeners: dict[int, Listener] = {}
+
+    def listen(self, listener: Listener) -> None:
+        """Hand over what arrives with its id, until LATE_S have passed."""
+        now, listeners = time.monotonic(), self.listeners
+        while listeners:
+            first = next(iter(listeners.values()))
+            if now - first.started <= LATE_S:
+                break
+            del listeners[first.id]
+        listeners[listener.id] = listener
+
+    def send(self, data: bytes, place: Place) -> None:
+        """One datagram, if the system takes it now. Any thread."""
+        sock = self.sockets.get(place.family) or self._open(place.family)
+        if sock is not None:
+            with suppress(OSError):
+                sock.sendto(data, place.address)
+
+    def drain(self, sockets: Iterable[socket.socket]) -> None:
+        """Hand over all that has arrived."""
+        now = time.monotonic()
+        for sock in sockets:
+            with suppress(BlockingIOError):
+                while True:
+                    try:
+                        data, source = sock.recvfrom(MAX_DATAGRAM)
+                    except ConnectionError:
+                        continue  # a closed port somewhere, told by ICMP
+                    listener = self.listeners.get(id_of(data))
+                    if listener is not None:
+                        listener.heard(data, source, now)
+                        self._enough(listener)
+
+    def _open(self, family: int) -> socket.socket | None:
+        try:
+            sock = socket.socket(family, socket.SOCK_DGRAM)
+        except OSError:
+            return None
+        sock.setblocking(False)
+        self.sockets[family] = sock
+        self._opened(sock)
+        return sock
+
+    def _opened(self, sock: socket.socket) -> None:
+        raise NotImplementedError
+
+    def _enough(self, listener: Listener) -> None:
+        """Somebody heard something."""
+
+    def close(self) -> None:
+        """Close the sockets. Idempotent."""
+        sockets, self.sockets = self.sockets, {}
+        for sock in sockets.values():
+            sock.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class ThreadLine(Line):
+    """For one thread at a time, which waits itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._poll = select.poll()
+
+    def _opened(self, sock: socket.socket) -> None:
+        self._poll.register(sock, select.POLLIN)
+
+    def wait(self, listener: Listener, timeout: float) -> None:
+        """Block until the listener heard enough, `timeout` seconds at most."""
+        until = time.monotonic() + timeout
+        while not listener.enough:
+            left = until - time.monotonic()
+            if left <= 0 or not self._poll.poll(max(1.0, left * 1e3)):
+                return
+            self.drain(self.sockets.values())
+
+
+class LoopLine(Line):
+    """For the tasks of one event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__()
+        self._loop = loop
+        self._waiting: dict[int, asyncio.Future[None]] = {}
+
+    def _opened(self, sock: socket.socket) -> None:
+        self._loop.add_reader(sock, self.drain, (sock,))
+
+    def _enough(self, listener: Listener) -> None:
+        waiter = self._waiting.get(listener.id)
+        if waiter is not None and listener.enough and not waiter.done():
+            waiter.set_result(None)
+
+    async def wait(self, listener: Listener, timeout: float) -> None:
+        """Wait until the listener heard enough, `timeout` seconds at most."""
+        waiter = self._waiting[listener.id] = self._loop.create_future()
+        timer = self._loop.call_later(timeout, _late, waiter)
+        try:
+            await waiter
+        finally:
+            timer.cancel()
+            del self._waiting[listener.id]
+
+    def close(self) -> None:
+        """Close the sockets. Loop thread, or after the loop's end. Idempotent."""
+        if not self._loop.is_closed():
+            for sock in self.sockets.values():
+                self._loop.remove_reader(sock)
+        super().close()
+
+
+def _late(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)

@@ -1,0 +1,403 @@
+"""Ask before sending: the few candidates of this very call say how long their queue is and what they have cached.
+
+`ask` goes to the agents beside at most six candidates, `bid` comes back, the cheapest is picked by the cost of the core,
+`take` tells its agent at once, so that the next ask already sees this call, and `tell` says at the first token how it
+went. One datagram each (layout: `core.asking`). Whatever is lost, late, forged or garbled is "no report": the endpoint
+is compared by this process's own memory, it is never excluded and nothing raises.
+
+A call waits `ask_timeout` at most, or until all but one have answered; late bids still teach. An agent that is silent
+time and again is asked more and more rarely. Nothing of this happens, and nothing is paid for it, where no endpoint of
+the pool has an agent, where the policy does not compare seconds, or where asks are off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import random
+import socket
+import threading
+import time
+import weakref
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple
+from urllib.parse import urlsplit
+
+from gpuroute.core.asking import (
+    AskBody,
+    EngineState,
+    Garbled,
+    Kind,
+    TakeBody,
+    TellBody,
+    decode_bid,
+    encode_ask,
+    encode_take,
+    encode_tell,
+    identity_of,
+    open_message,
+)
+from gpuroute.core.learning import learn_bid
+from gpuroute.core.prefix import seed
+from gpuroute.core.report import Report
+from gpuroute.core.seconds import Soonest, prompt_tokens
+from gpuroute.core.speed import shrunk
+from gpuroute.engines.usage import read_usage
+from gpuroute.transports.ask_lines import Line, LoopLine, Place, ThreadLine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from gpuroute.config import Settings
+    from gpuroute.core.attempt import Attempt
+    from gpuroute.core.call import Call
+    from gpuroute.core.pool import Pool
+    from gpuroute.core.snapshot import Snapshot
+    from gpuroute.core.state import EndpointState
+    from gpuroute.router import Router
+    from gpuroute.transports.ask_lines import Address
+
+MOST = 6
+"""Asks of one call: 4-6 are the knee, more gain nothing (docs/asking.md)."""
+
+SILENT_AFTER = 5  # asks in a row without an answer; then it is left alone, for longer each time
+MUTE_S, MAX_MUTE_S = 0.5, 30.0
+WORTH = 5.0  # a call must be expected to last so many round trips to be asked for
+SMALL_S, NEAR_S = 0.05, 0.001  # small jobs are worth asking for only nearby
+NOT_READY_TOKENS = 1_000_000  # what an engine that takes no calls is charged: dearer than any queue, but not excluded
+RESOLVE_S = 60.0
+
+
+class Counts:
+    """What happened to asks, for people. Single stores of ints; close enough under threads."""
+
+    __slots__ = ("answers", "asks", "calls", "garbled", "late", "strangers", "timeouts")
+
+    def __init__(self) -> None:
+        self.calls = self.asks = self.answers = self.late = self.timeouts = self.garbled = self.strangers = 0
+
+    def as_dict(self) -> dict[str, int]:
+        """All counts by name."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+class Peer:
+    """The agent of one endpoint, as this process knows it."""
+
+    __slots__ = ("epoch", "identity", "misses", "muted_until", "place", "resolve_at")
+
+    def __init__(self, endpoint_id: str) -> None:
+        self.identity = identity_of(endpoint_id)
+        self.place: Place | None = None
+        self.resolve_at = 0.0
+        self.misses = 0
+        self.muted_until = 0.0
+        self.epoch = 0
+
+    def answered(self) -> None:
+        """It lives."""
+        self.misses = 0
+        self.muted_until = 0.0
+
+    def missed(self, now: float) -> None:
+        """A call waited for it in vain."""
+        self.misses += 1
+        if self.misses >= SILENT_AFTER:
+            self.muted_until = now + min(MAX_MUTE_S, MUTE_S * 2.0 ** (self.misses - SILENT_AFTER))
+
+
+class Asked(NamedTuple):
+    """One candidate that was asked."""
+
+    state: EndpointState
+    peer: Peer
+
+
+class Asker:
+    """The asks of one router. Safe from any thread and any loop; opens nothing before the first ask."""
+
+    def __init__(self, settings: Settings, clock: Callable[[], float]) -> None:
+        self.timeout = settings.ask_timeout
+        self.clock = clock
+        self.secret = settings.agent_key.reveal().encode() if settings.agent_key else b""
+        self.counts = Counts()
+        self.round_trip = NEAR_S / 2
+        self._always = settings.asks == "on"
+        self._hashes = settings.ask_hashes
+        self._tenant = seed(f"tenant/{settings.tenant}") if settings.tenant else 0
+        self._pools: dict[str, tuple[Snapshot, bool]] = {}
+        self._arrange()
+
+    def _arrange(self) -> None:
+        """What a process needs of its own: also run in a forked child."""
+        self._peers: dict[tuple[str, str], Peer] = {}
+        self._lines: deque[ThreadLine] = deque()
+        self._loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopLine] = weakref.WeakKeyDictionary()
+
+    def after_fork(self) -> None:
+        """Sockets of the parent are not the child's."""
+        for line in self._loops.values():
+            line.sockets = {}  # of the parent's loop, whose selector must not hear of it
+        self._arrange()
+
+    # ------------------------------------------------------------------------------------------ for drivers
+
+    def ask(self, call: Call) -> Asking | None:
+        """Ask, and wait (blocking) for answers: `call.ask.bids` has them. None if this call is not asked for."""
+        asked = self.worth_asking(call)
+        if not asked:
+            return None
+        line = self._lines.pop() if self._lines else ThreadLine()
+        try:
+            asking = Asking(self, call, asked, line)
+            asking.send()
+            line.wait(asking, self.timeout)
+        finally:
+            self._lines.append(line)
+        asking.conclude()
+        return asking
+
+    async def ask_async(self, call: Call) -> Asking | None:
+        """Like `ask`, without blocking the event loop."""
+        asked = self.worth_asking(call)
+        if not asked:
+            return None
+        line = self._line()
+        asking = Asking(self, call, asked, line)
+        asking.send()
+        await line.wait(asking, self.timeout)
+        asking.conclude()
+        return asking
+
+    # ------------------------------------------------------------------------------------------ whom, and whether
+
+    def worth_asking(self, call: Call) -> Sequence[Asked]:
+        """The candidates to ask for this call; none if asking would not pay."""
+        if not isinstance(call.pool.snapshot.picker, Soonest):
+            return ()
+        now = self.clock()
+        asked = []
+        for state in call.candidates():
+            peer = self.peer(state, now)
+            if peer is not None and peer.muted_until <= now:
+                asked.append(Asked(state, peer))
+        return asked[:MOST] if asked and (self._always or self._pays(call, asked[0].state)) else ()
+
+    def covers(self, pool: Pool) -> bool:
+        """True if any endpoint of the pool has an agent: else there is nothing to do here."""
+        snapshot = pool.snapshot
+        known = self._pools.get(pool.name)
+        if known is None or known[0] is not snapshot:
+            some = any(state.endpoint.agent for state in snapshot.routable)
+            known = self._pools[pool.name] = (snapshot, some)
+        return known[1]
+
+    def _pays(self, call: Call, state: EndpointState) -> bool:
+        """Whether the call is expected to last long enough for a round trip more not to matter."""
+        speeds = call.pool.shared.speeds
+        seconds = prompt_tokens(call.ask) * shrunk(state.speed, speeds.cohort(state.endpoint)) + speeds.mean_wait
+        return seconds >= WORTH * self.round_trip and (seconds >= SMALL_S or self.round_trip <= NEAR_S)
+
+    def peer(self, state: EndpointState, now: float) -> Peer | None:
+        """The agent of an endpoint, if it has one whose address is known."""
+        agent = state.endpoint.agent
+        if not agent:
+            return None
+        key = (agent, state.id)
+        peer = self._peers.get(key)
+        if peer is None:
+            peer = self._peers[key] = Peer(state.id)
+        if now >= peer.resolve_at:
+            peer.resolve_at = now + RESOLVE_S
+            _resolve(peer, agent)
+        return peer if peer.place is not None else None
+
+    def hashes(self, call: Call) -> tuple[int, ...]:
+        """The hashes of the call's prompt that its agents may see: none unless the pool, or this process, opts in."""
+        ladder = call.ask.ladder
+        if not ladder or not call.pool.spec.config.options.get("ask_hashes", self._hashes):
+            return ()
+        return tuple(rung ^ self._tenant for rung in ladder)
+
+    def _line(self) -> LoopLine:
+        loop = asyncio.get_running_loop()
+        line = self._loops.get(loop)
+        if line is None:
+            line = self._loops[loop] = LoopLine(loop)
+        return line
+
+
+class Asking:
+    """The asks of one call, and the take and tell that follow. Owned by the call's task or thread."""
+
+    __slots__ = ("_asked", "_asker", "_call", "_line", "_open", "_real_queue", "_waits", "bids", "id", "started")
+
+    def __init__(self, asker: Asker, call: Call, asked: Sequence[Asked], line: Line) -> None:
+        self.id = random.getrandbits(64)
+        self.started = time.monotonic()
+        self.bids: dict[str, Report] = {}
+        self._asker = asker
+        self._call = call
+        self._line = line
+        self._asked: dict[tuple[Address, int], Asked] = {}
+        for one in asked:
+            assert one.peer.place is not None
+            self._asked[one.peer.place.address, one.peer.place.engine] = one
+        self._waits = True
+        self._open: set[Attempt] = set()
+        self._real_queue: dict[str, float] = {}
+
+    def send(self) -> None:
+        """Send the asks."""
+        asker, call, line = self._asker, self._call, self._line
+        line.listen(self)
+        body = AskBody(call.ask.tokens, asker.hashes(call))
+        messages: dict[int, bytes] = {}
+        for _, peer in self._asked.values():
+            place = peer.place
+            assert place is not None
+            message = messages.get(place.engine)
+            if message is None:
+                message = encode_ask(body, self.id, _now_ms(), place.engine, 0, asker.secret)
+                messages[place.engine] = message
+            line.send(message, place)
+        asker.counts.calls += 1
+        asker.counts.asks += len(self._asked)
+
+    # ------------------------------------------------------------------------------------------ bids
+
+    @property
+    def enough(self) -> bool:
+        """True if all but one have answered."""
+        return len(self.bids) >= max(1, len(self._asked) - 1)
+
+    def heard(self, data: bytes, source: Address, now: float) -> None:
+        """A bid, perhaps."""
+        asker = self._asker
+        try:
+            header, body = open_message(data, (asker.secret,) if asker.secret else ())
+            asked = self._asked.get((source, header.engine))
+            if header.kind is not Kind.BID or asked is None:
+                raise Garbled("not a bid of one that was asked")
+            bid = decode_bid(body)
+        except Garbled:
+            asker.counts.garbled += 1
+            return
+        state, peer = asked
+        if bid.identity != peer.identity:
+            asker.counts.strangers += 1
+            return
+        peer.answered()
+        peer.epoch = bid.epoch
+        asker.counts.answers += 1
+        asker.counts.late += not self._waits
+        asker.round_trip += 0.05 * (min(now - self.started, 1.0) - asker.round_trip)
+        matched = -1 if bid.matched_tokens is None else bid.matched_tokens
+        queue = bid.queued_tokens
+        ready = bid.state is EngineState.READY
+        if not ready:
+            self._real_queue[state.id] = queue
+            queue += NOT_READY_TOKENS
+        report = Report(
+            asker.clock(), bid.running, bid.waiting, queue, bid.kv_usage, matched, bid.epoch, f"agent:{bid.state.name}"
+        )
+        self.bids[state.id] = report
+        if ready:
+            learn_bid(state, report, self._call.pool.mean_tokens)
+
+    def conclude(self) -> None:
+        """The wait is over: what was answered counts for the next pick."""
+        self._waits = False
+        self._call.ask.bids = self.bids
+        if not self.enough:
+            now = self._asker.clock()
+            self._asker.counts.timeouts += 1
+            for state, peer in self._asked.values():
+                if state.id not in self.bids:
+                    peer.missed(now)
+
+    # ------------------------------------------------------------------------------------------ take and tell
+
+    def take(self, attempt: Attempt) -> None:
+        """Tell the agent of the endpoint that was picked, asked or not, that the call comes."""
+        asker = self._asker
+        real = self._real_queue.get(attempt.state.id)
+        if real is not None:
+            attempt.queued = real  # the charge for not being ready is no queue to learn from
+        place = self._place(attempt)
+        if place is not None:
+            self._open.add(attempt)
+            body = TakeBody(attempt.uncached, prompt_tokens(self._call.ask))
+            self._line.send(encode_take(body, self.id, _now_ms(), place.engine, 0, asker.secret), place)
+
+    def began(self, attempt: Attempt, content_type: bytes, first: bytes | None) -> None:
+        """The first bytes of the answer are here. Only those of an event stream are a first token; a whole body ends with
+        its usage instead."""
+        streams = content_type.startswith(b"text/event-stream")
+        ttft = attempt.first - attempt.started if streams and attempt.first is not None else 0.0
+        usage = read_usage(first) if first else None
+        self.tell(attempt, ttft, usage.cached if usage is not None else None)
+
+    def tell(self, attempt: Attempt, ttft: float = 0.0, cached: int | None = None) -> None:
+        """Tell its agent that the first token came after `ttft` seconds; 0: it ended without one, or that is not known.
+
+        Only the first of the tells of an attempt is sent.
+        """
+        if attempt not in self._open:
+            return
+        self._open.discard(attempt)
+        place = self._place(attempt)
+        if place is not None:
+            body = TellBody(int(ttft * 1e6), cached)
+            self._line.send(encode_tell(body, self.id, _now_ms(), place.engine, 0, self._asker.secret), place)
+
+    def _place(self, attempt: Attempt) -> Place | None:
+        peer = self._asker.peer(attempt.state, self._asker.clock())
+        return None if peer is None else peer.place
+
+
+_ASKERS: weakref.WeakKeyDictionary[Router, Asker] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def asker_of(router: Router) -> Asker | None:
+    """The one asker of a router, None if asks are off."""
+    if router.settings.asks == "off":
+        return None
+    with _lock:
+        asker = _ASKERS.get(router)
+        if asker is None:
+            asker = _ASKERS[router] = Asker(router.settings, router.clock)
+            router.on_fork(asker.after_fork)
+        return asker
+
+
+def _now_ms() -> int:
+    return int(time.time() * 1000)
+
+
+def _resolve(peer: Peer, agent: str) -> None:
+    """Find the place of `udp://host:port/engine`: at once if the host is a number, else without waiting for it."""
+    parts = urlsplit(agent)
+    if parts.scheme != "udp" or not parts.hostname or not parts.port:
+        return
+    host, port, engine = parts.hostname, parts.port, _engine(parts.path)
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        threading.Thread(target=_look_up, args=(peer, host, port, engine), daemon=True).start()
+    else:
+        _look_up(peer, host, port, engine)
+
+
+def _look_up(peer: Peer, host: str, port: int, engine: int) -> None:
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    except OSError:
+        return  # stays unknown, or as it was, until the next look
+    peer.place = Place(found[0], found[4], engine)
+
+
+def _engine(path: str) -> int:
+    number = path.strip("/")
+    return int(number) if number.isdigit() else 0
