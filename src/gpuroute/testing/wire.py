@@ -11,7 +11,6 @@ import itertools
 import socket
 import struct
 import time
-from collections import deque
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
@@ -73,7 +72,7 @@ class Reply:
     `on_abort` runs if the client goes away first. `written` counts events, `began` says whether any byte left.
     """
 
-    __slots__ = ("_connection", "_head_only", "_keep_alive", "began", "done", "on_abort", "on_end", "written")
+    __slots__ = ("_connection", "_head_only", "_keep_alive", "began", "done", "on_abort", "written")
 
     def __init__(self, connection: Connection, request: Request) -> None:
         self._connection = connection
@@ -82,7 +81,6 @@ class Reply:
         self.began = self.done = False
         self.written = 0
         self.on_abort: Callable[[], None] | None = None
-        self.on_end: Callable[[], None] | None = None
 
     def send(self, status: int, body: bytes, content_type: str = JSON_TYPE, headers: Headers = ()) -> None:
         """A whole response."""
@@ -124,8 +122,6 @@ class Reply:
 
     def _finish(self) -> None:
         self.done = True
-        if self.on_end is not None:
-            self.on_end()
         self._connection.reply_done(keep_alive=self._keep_alive)
 
 
@@ -143,7 +139,6 @@ class Connection(asyncio.Protocol):
         self._reply: Reply | None = None
         self._need = 0
         self._chunks: _ChunkedBody | None = None
-        self._pending: deque[bytes] = deque()
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
