@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Self
 
 import grpc
@@ -96,6 +97,17 @@ class ScriptedEtcd:
         yield encode((3, 1))
         yield from self._watch(self.watches)
         self.over.wait()
+
+
+def test_subscriptions_do_not_share_a_connection(shared_etcd, config, writer: Writer) -> None:
+    """One that leaves a dead connection must not be given it again because another still holds it."""
+    writer.put("a")
+    with Proxy(shared_etcd.members[0].address) as proxy:
+        source = registry(quick(f"etcd://{proxy.address}{config.prefix}"))
+        with Watcher(source) as one, Watcher(source) as other:
+            one.until_ids("a")
+            other.until_ids("a")
+            assert proxy.accepted == 2
 
 
 def test_E2_silence_above_a_healthy_connection() -> None:
@@ -281,7 +293,7 @@ def test_the_snapshot_is_written_and_follows_changes(config, writer: Writer, tmp
         return sorted(key.rpartition("/")[2] for key in records if "/endpoints/" in key)
 
     writer.put("a")
-    with Watcher(registry(config, snapshot_path=str(path))) as watcher:
+    with Watcher(registry(replace(config, heartbeat=30.0), snapshot_path=str(path))) as watcher:
         eventually(lambda: saved() == ["a"])
         writer.put("b")
         eventually(lambda: saved() == ["a", "b"])

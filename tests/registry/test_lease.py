@@ -19,6 +19,7 @@ from registry.watching import Watcher, Writer, eventually, quick
 from gpuroute.core.endpoint import Endpoint, State
 from gpuroute.errors import InvalidRecord
 from gpuroute.registry.etcd import EtcdRegistry
+from gpuroute.registry.etcd_client import EtcdClient
 from gpuroute.registry.lease import LeasedKey, Registration
 
 ENDPOINT = Endpoint(id="a", url="http://a:8000", state=State.WARMING, headers={"authorization": "Bearer canary"})
@@ -123,6 +124,45 @@ def test_a_short_outage_costs_neither_the_lease_nor_the_key(tmp_path) -> None:
         assert "kept again" in lines[2]
         registration.close()
         writer.client.close()
+
+
+def test_a_takeover_between_reading_and_writing_is_seen(config, writer: Writer) -> None:
+    old = Registration(config, "llama", ENDPOINT, ttl=30)
+    old.wait(5)
+    client = old._key._client
+    taken: list[Registration] = []
+
+    def read(key: str):
+        found = EtcdClient.read(client, key)
+        if not taken:
+            taken.append(Registration(config, "llama", replace(ENDPOINT, version="2"), ttl=30))
+            taken[0].wait(5)
+        return found
+
+    client.read = read
+    old.update(replace(ENDPOINT, state=State.READY))
+    eventually(lambda: taken and taken[0]._key._ready.is_set())
+    old.close()
+    assert stored(writer)["version"] == "2"
+    taken[0].close()
+
+
+def test_a_lease_that_ends_between_renewing_and_writing(config, writer: Writer, monkeypatch) -> None:
+    original, revoked = EtcdClient.put, []
+
+    def put(self, key: str, value: bytes, lease: int = 0) -> None:
+        if not revoked:
+            revoked.append(lease)
+            self.revoke(lease)
+        original(self, key, value, lease)
+
+    monkeypatch.setattr(EtcdClient, "put", put)
+    lines: list[str] = []
+    registration = Registration(config, "llama", ENDPOINT, report=lines.append)
+    assert registration.wait(5)
+    assert writer.client.read(writer.key("a")).lease not in {0, revoked[0]}
+    assert "NOT_FOUND" in lines[0]
+    registration.close()
 
 
 def test_a_zombie_with_a_dead_lease_does_not_overwrite_its_successor(config, writer: Writer) -> None:

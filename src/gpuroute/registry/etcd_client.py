@@ -44,10 +44,9 @@ _REFUSALS = frozenset(
 class EtcdError(RegistryError):
     """etcd could not be asked, or refused. `refused`: it answers, but not to us, so haste is pointless."""
 
-    def __init__(self, message: str, *, refused: bool = False, not_found: bool = False) -> None:
+    def __init__(self, message: str, *, refused: bool = False) -> None:
         super().__init__(message)
         self.refused = refused
-        self.not_found = not_found
 
 
 class EtcdClient:
@@ -101,7 +100,7 @@ class EtcdClient:
         return KeyValue.read(kvs[0]) if kvs else None
 
     def put(self, key: str, value: bytes, lease: int = 0) -> None:
-        """Write one key; with a lease it disappears when the lease ends. `not_found` if the lease has ended."""
+        """Write one key; with a lease it disappears when the lease ends. EtcdError if the lease has ended."""
         self._unary("KV/Put", encode((1, key), (2, value), (3, lease)))
 
     def put_own(self, key: str, value: bytes, lease: int) -> bool:
@@ -186,11 +185,7 @@ class EtcdClient:
         if not isinstance(error, grpc.RpcError):
             return EtcdError(f"etcd {self.member}: {error or 'no answer'}")
         code, details = error.code(), error.details()
-        return EtcdError(
-            f"etcd {self.member}: {code.name}: {details}",
-            refused=code in _REFUSALS,
-            not_found=code is grpc.StatusCode.NOT_FOUND,
-        )
+        return EtcdError(f"etcd {self.member}: {code.name}: {details}", refused=code in _REFUSALS)
 
 
 def _open(config: EtcdConfig, member: str) -> grpc.Channel:
@@ -203,7 +198,7 @@ def _open(config: EtcdConfig, member: str) -> grpc.Channel:
         ("grpc.min_reconnect_backoff_ms", connect_ms),
         ("grpc.max_reconnect_backoff_ms", connect_ms),
         ("grpc.enable_http_proxy", int(config.trust_env)),
-        # A channel made after an error must not find the dead connection of its predecessor.
+        # Else gRPC lets channels share connections, and one made after an error would be given the dead one again.
         ("grpc.use_local_subchannel_pool", 1),
     ]
     if not config.tls:

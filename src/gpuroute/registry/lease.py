@@ -131,10 +131,7 @@ class LeasedKey:
         self._report(f"registered {self.key} at {self._client.member}, ttl {self._ttl:g} s")
 
     def _lost(self, error: EtcdError) -> None:
-        if error.not_found:
-            self._lease = 0  # it ended between two calls
-        else:
-            self._client.rotate()
+        self._client.rotate()
         self._note(str(error))
 
     def _note(self, trouble: str | None) -> None:
