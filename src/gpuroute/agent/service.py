@@ -1,0 +1,155 @@
+"""One agent process: a socket that answers, a watch and a life for each engine, and pages for people."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from gpuroute.agent.answers import RATE, Answers
+from gpuroute.agent.desk import Desk
+from gpuroute.agent.health import HUNG_AFTER_S
+from gpuroute.agent.register import Life, Rules
+from gpuroute.agent.server import UdpServer, open_socket
+from gpuroute.agent.status import Status
+from gpuroute.agent.watch import INTERVAL_S, Watch, recognised
+from gpuroute.core.asking import EngineState
+from gpuroute.engines.catalog import engine_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from gpuroute.agent.register import Registered
+    from gpuroute.core.endpoint import Endpoint
+
+log = logging.getLogger("gpuroute.agent")
+
+KV_TOKENS = 400_000
+"""Of an engine that does not say how much its KV cache holds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """One engine to stand beside: where it listens for this host, and its record as clients shall see it."""
+
+    url: str
+    endpoint: Endpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What one agent does. `engine`: a dialect, or "auto"; `keys`: secrets, the present one first; hosts and ports to
+    listen on (0: any). `agent_host`: where clients reach us, if not where we listen. Seconds and tokens as named."""
+
+    engines: Sequence[Engine]
+    engine: str = "auto"
+    model: str = ""
+    keys: Sequence[bytes] = field(default=(), repr=False)
+    insecure: bool = False
+    listen: tuple[str, int] = ("127.0.0.1", 0)
+    status: tuple[str, int] = ("127.0.0.1", 0)
+    agent_host: str = ""
+    rate: float = RATE
+    rules: Rules = Rules()
+    hung_after: float = HUNG_AFTER_S
+    kv_tokens: int = 0
+    dram_tokens: int = 0
+
+
+class Agent:
+    """Runs until it is told to stop. Loop thread, but `stop`, which any thread may call through its loop."""
+
+    def __init__(
+        self,
+        options: Options,
+        register: Callable[[Endpoint], Registered] | None = None,
+        say: Callable[[dict[str, object]], None] | None = None,
+    ) -> None:
+        self._options = options
+        self._register = register
+        self._say = say or (lambda _: None)
+        self._stop = asyncio.Event()
+        self.desks = [self._desk(engine.endpoint) for engine in options.engines]
+        self.answers = Answers(self.desks, options.keys, rate=options.rate)
+        self.watches: list[Watch] = []
+        self.lives: list[Life] = []
+
+    def stop(self) -> None:
+        """Drain and end. Idempotent."""
+        self._stop.set()
+
+    async def run(self) -> bool:
+        """Serve until `stop` or SIGTERM; True if all calls had ended. Raises OSError, ConfigError for bad addresses."""
+        loop = asyncio.get_running_loop()
+        options = self._options
+        sock = open_socket(*options.listen, authenticated=bool(options.keys), insecure=options.insecure)
+        server = UdpServer(loop, sock, self.answers)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.stop)
+        tasks = [loop.create_task(self._attend(index, server.port)) for index in range(len(self.desks))]
+        status = Status(self.watches, self.answers)
+        try:
+            port = await status.listen(*options.status)
+            self._say({"agent": self._address(server.port), "status": f"http://{options.status[0]}:{port}"})
+            await _first(self._stop, tasks)
+            return all(await asyncio.gather(*(life.drain() for life in self.lives)))
+        finally:
+            await asyncio.gather(*(life.leave() for life in self.lives))
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            status.close()
+            server.close()
+
+    async def _attend(self, index: int, port: int) -> None:
+        """Find out which engine it is, then watch it and register it."""
+        options, one, desk = self._options, self._options.engines[index], self.desks[index]
+        named = one.endpoint.engine or ("" if options.engine == "auto" else options.engine)
+        dialect = engine_of(named) if named else await recognised(one.url)
+        while dialect is None:
+            await asyncio.sleep(INTERVAL_S)
+            dialect = await recognised(one.url)
+        log.info("%s: %s at %s", desk.id, dialect.name, one.url)
+        model = options.model or one.endpoint.model
+        watch = Watch(one.url, dialect, desk, model=model, hung_after=options.hung_after)
+        self.watches.append(watch)
+        await watch.look()
+        endpoint = _told(one.endpoint, dialect.name, f"{self._address(port)}{f'/{index}' if index else ''}")
+        life = await asyncio.to_thread(Life, watch, endpoint, self._register, options.rules)
+        self.lives.append(life)
+        await asyncio.gather(watch.run(), life.run())
+
+    def _desk(self, endpoint: Endpoint) -> Desk:
+        options = self._options
+        kv_tokens = options.kv_tokens or endpoint.capacity.kv_tokens or KV_TOKENS
+        return Desk(
+            endpoint.id,
+            gpu=endpoint.gpu.kind,
+            kv_tokens=kv_tokens,
+            dram_tokens=options.dram_tokens,
+            state=EngineState.WARMING,
+        )
+
+    def _address(self, port: int) -> str:
+        given, host = self._options.agent_host, self._options.listen[0]
+        if given and urlsplit(f"//{given}").port:
+            return f"udp://{given}"
+        host = given or host
+        return f"udp://{f'[{host}]' if ':' in host and not host.startswith('[') else host}:{port}"
+
+
+def _told(endpoint: Endpoint, engine: str, agent: str) -> Endpoint:
+    return replace(endpoint, engine=endpoint.engine or engine, agent=endpoint.agent or agent)
+
+
+async def _first(stop: asyncio.Event, tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Until told to stop; a task that ends before has failed, and so has the agent."""
+    waiting = asyncio.ensure_future(stop.wait())
+    done, _ = await asyncio.wait([waiting, *tasks], return_when=asyncio.FIRST_COMPLETED)
+    waiting.cancel()
+    for task in done:
+        if task is not waiting:
+            await task

@@ -1,0 +1,142 @@
+"""Looks at one engine twice a second over loopback, and writes what it sees on the engine's desk.
+
+What is read, and under which names, is in the engine's table (`gpuroute.engines`). One task for each engine, no thread.
+Samples are the correction: the queue itself comes from takes and tells.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+from urllib.parse import quote, urlsplit, urlunsplit
+
+from gpuroute.agent.book import Sample
+from gpuroute.agent.fetch import GONE, Reply, fetch
+from gpuroute.agent.health import HUNG_AFTER_S, Health, Rates, Seen
+from gpuroute.core.asking import EngineState
+from gpuroute.core.orca import LoadReport
+from gpuroute.engines.detect import PATHS, Probed, detect, ready
+from gpuroute.engines.metrics import read_metrics
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from gpuroute.agent.desk import Desk
+    from gpuroute.engines.engine import Engine
+
+INTERVAL_S = 0.5
+TIMEOUT_S = 2.0
+
+
+class Watch:
+    """The eyes of an agent on one engine. Loop thread.
+
+    `warm` and `draining` are set by who decides about them; together with the engine's health they make `desk.state`.
+    """
+
+    def __init__(
+        self, url: str, engine: Engine, desk: Desk, *, model: str = "", hung_after: float = HUNG_AFTER_S
+    ) -> None:
+        self.url = url
+        self.engine = engine
+        self.desk = desk
+        self.model = model
+        self.health = Health(hung_after)
+        self.rates = Rates()
+        self.report = LoadReport()
+        self.warm = False
+        self.draining = False
+        self.looks = 0
+
+    async def run(self) -> None:
+        """Look until cancelled."""
+        while True:
+            await self.look()
+            await asyncio.sleep(INTERVAL_S)
+
+    async def look(self) -> None:
+        """One look: sample, verdict, state."""
+        reply, report, counters = await self._read()
+        now = time.monotonic()
+        self.looks += 1
+        if reply.status == GONE.status:
+            self.health.refused()
+        elif not reply.ok:
+            self.health.unanswered()
+        else:
+            self._saw(report, counters, now)
+        self.settle(now)
+
+    def settle(self, now: float) -> None:
+        """What bids say of the engine."""
+        if self.draining:
+            self.desk.state = EngineState.DRAINING
+        elif self.health.gone:
+            self.desk.state = EngineState.GONE
+        elif self.health.hung(now):
+            self.desk.state = EngineState.HUNG
+        else:
+            self.desk.state = EngineState.READY if self.warm else EngineState.WARMING
+
+    async def is_ready(self) -> bool:
+        """Whether the engine says that it serves."""
+        reply = await fetch(self.url, self.engine.ready.replace("{model}", quote(self.model)), timeout=TIMEOUT_S)
+        return ready(self.engine, Probed(reply.status, reply.body))
+
+    @property
+    def idle(self) -> bool:
+        """True if the engine says that nothing runs or waits (or says nothing at all)."""
+        return self.health.gone or not self.report.requests
+
+    def _saw(self, report: LoadReport, counters: Mapping[str, float], now: float) -> None:
+        running, waiting = report.running, report.waiting or 0.0
+        if running is None:
+            running = report.in_flight or 0.0
+        seen = Seen(running, waiting, report.kv_usage or 0.0, counters)
+        if self.health.answered(seen, now, self.desk.told_at):
+            self.desk.restarted(int(time.time()))
+        elif not self.desk.epoch:
+            self.desk.epoch = int(time.time())
+        self.rates.add(counters, now)
+        self.report = report
+        if report.kv_tokens:
+            self.desk.sized(int(report.kv_tokens))
+        queued = -1 if report.queued_tokens is None else int(report.queued_tokens)
+        self.desk.sampled(Sample(now, int(running), int(waiting), report.kv_usage or 0.0, queued))
+
+    async def _read(self) -> tuple[Reply, LoadReport, Mapping[str, float]]:
+        """The engine's answer, and what it says of load: from its metrics, and where it has one its load endpoint."""
+        engine, report, counters = self.engine, LoadReport(), {}
+        reply = GONE
+        if engine.metrics:
+            reply = await fetch(self._metrics_url(), engine.metrics, timeout=TIMEOUT_S)
+            metrics = read_metrics(engine, reply.body) if reply.ok else None
+            if metrics is not None:
+                report, counters = metrics.report, dict(metrics.counters)
+        if reply.status != GONE.status and engine.load and engine.read_load is not None:
+            answer = await fetch(self.url, engine.load, timeout=TIMEOUT_S)
+            loaded = engine.read_load(answer.body) if answer.ok else None
+            if loaded is not None:
+                reply, report = answer, _merged(report, loaded)
+        if not reply.ok:
+            reply = await fetch(self.url, engine.live.replace("{model}", quote(self.model)), timeout=TIMEOUT_S)
+        return reply, report, counters
+
+    def _metrics_url(self) -> str:
+        """Some engines count on a port of their own."""
+        if not self.engine.metrics_port:
+            return self.url
+        parts = urlsplit(self.url)
+        return urlunsplit((parts.scheme, f"{parts.hostname}:{self.engine.metrics_port}", "", "", ""))
+
+
+def _merged(first: LoadReport, second: LoadReport) -> LoadReport:
+    """All that either says; the first is believed where both do."""
+    return LoadReport(*(b if a is None else a for a, b in zip(first, second, strict=True)))
+
+
+async def recognised(url: str) -> Engine | None:
+    """The engine that answers there; None if nothing known does."""
+    replies = await asyncio.gather(*(fetch(url, path, timeout=TIMEOUT_S) for path in PATHS))
+    return detect({path: Probed(r.status, r.body) for path, r in zip(PATHS, replies, strict=True) if r.status})
