@@ -112,14 +112,14 @@ class Soonest:
         seconds = backlog + alpha * uncached - self._home_discount(state, ask, rate, speeds)
         if state.last_error_at is not None and state.troubled:
             seconds += rules.failure_s * math.exp(-(ask.now - state.last_error_at) / rules.failure_fade_s)
-        # Shifted so that ramps and weights scale a positive number even for a discounted home.
-        return (seconds + 1.0) * state.inverse_weight if state.inverse_weight != 1.0 else seconds + 1.0
+        # A ramp or a low weight makes waiting dearer; a home that is cheaper than free stays what it is.
+        return seconds * state.inverse_weight if seconds > 0 else seconds
 
     def _blind_backlog(self, state: EndpointState, ask: Ask, rate: float, speeds: Speeds) -> float:
         queue = state.queue
-        if queue is None:
-            return speeds.mean_wait + own_tokens(state.in_flight, -INF) * rate
-        return queue.expected(ask.now, speeds.mean_wait) + own_tokens(state.in_flight, queue.at) * rate
+        wait = speeds.mean_wait if queue is None else queue.expected(ask.now, speeds.mean_wait)
+        own = own_tokens(state.in_flight, -INF if queue is None else queue.at)
+        return wait + own * rate + len(state.in_flight) * self.rules.neighbour_s
 
     def _home_discount(self, state: EndpointState, ask: Ask, rate: float, speeds: Speeds) -> float:
         if not ask.candidates or ask.candidates.get(state) != "home":
