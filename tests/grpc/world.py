@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from concurrent import futures
@@ -39,6 +40,11 @@ class Service:
         self.fail_next: list[grpc.StatusCode] = []
         self.trailing: tuple[tuple[str, Any], ...] = ()
 
+    def _wait(self, context: grpc.ServicerContext) -> None:
+        """Until the test says so, or the call has ended: a thread must not outlive its call."""
+        while context.is_active() and not self.release.wait(0.02):
+            pass
+
     def _enter(self, context: grpc.ServicerContext) -> None:
         self.received += 1
         self.metadata.append(tuple((k, v) for k, v in context.invocation_metadata() if k != "user-agent"))
@@ -71,7 +77,7 @@ class Service:
     def slow(self, request: bytes, context: grpc.ServicerContext) -> bytes:
         context.add_callback(self.cancelled.set)
         self._enter(context)
-        self.release.wait(20)
+        self._wait(context)
         return request
 
     def big(self, request: bytes, context: grpc.ServicerContext) -> bytes:
@@ -86,7 +92,7 @@ class Service:
         for i in range(int(number)):
             yield b"%d" % i
         if then == "wait":
-            self.release.wait(20)
+            self._wait(context)
         elif then:
             context.abort(grpc.StatusCode[then], "after some messages")
         context.set_trailing_metadata((("trailing", "two"),))
@@ -186,3 +192,68 @@ def drained(router: gpuroute.Router, within: float = 5.0) -> bool:
     while in_flight(router) and time.monotonic() < until:
         time.sleep(0.005)
     return in_flight(router) == 0
+
+
+# ------------------------------------------------------------------------------------------ one call, in every manner
+
+
+def _blocking(router: gpuroute.Router, name: str, request: Any, how: Any, given: Any) -> Any:
+    with gpuroute.grpc.channel(router, "p", **given) as channel:
+        return _kind(channel, name, request)(request, **how)
+
+
+def _future(router: gpuroute.Router, name: str, request: Any, how: Any, given: Any) -> Any:
+    with gpuroute.grpc.channel(router, "p", **given) as channel:
+        return _kind(channel, name, request).future(request, **how).result()
+
+
+def _asyncio(router: gpuroute.Router, name: str, request: Any, how: Any, given: Any) -> Any:
+    async def run() -> Any:
+        async with gpuroute.grpc.aio.channel(router, "p", **given) as channel:
+            return await _kind(channel, name, request)(request, **how)
+
+    return asyncio.run(run())
+
+
+def _kind(channel: Any, name: str, request: Any) -> Any:
+    return (channel.unary_unary if isinstance(request, bytes) else channel.stream_unary)(method(name))
+
+
+MANNERS = {"blocking": _blocking, "future": _future, "asyncio": _asyncio}
+
+
+class Manner:
+    """Calls through a fresh routed channel: blocking, by future, or in asyncio."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def call(self, router: gpuroute.Router, name: str, request: Any, *, given: Any = None, **how: Any) -> Any:
+        """The response of one call; `given`: arguments of the channel."""
+        return MANNERS[self.name](router, name, request, how, given or {})
+
+    def stream(self, router: gpuroute.Router, name: str, request: Any, **how: Any) -> tuple[list[bytes], Any]:
+        """The messages of one server stream, and the error that ended it, if one did."""
+        return (asyncio.run(_aio_stream(router, name, request, how)) if self.name == "asyncio" else
+                _sync_stream(router, name, request, how))  # fmt: skip
+
+
+def _sync_stream(router: gpuroute.Router, name: str, request: Any, how: Any) -> tuple[list[bytes], Any]:
+    found: list[bytes] = []
+    with gpuroute.grpc.channel(router, "p") as channel:
+        try:
+            found.extend(channel.unary_stream(method(name))(request, **how))
+        except grpc.RpcError as error:
+            return found, error
+    return found, None
+
+
+async def _aio_stream(router: gpuroute.Router, name: str, request: Any, how: Any) -> tuple[list[bytes], Any]:
+    found: list[bytes] = []
+    async with gpuroute.grpc.aio.channel(router, "p") as channel:
+        try:
+            async for message in channel.unary_stream(method(name))(request, **how):
+                found.append(message)  # noqa: PERF401  (what came before an error counts)
+        except grpc.RpcError as error:
+            return found, error
+    return found, None

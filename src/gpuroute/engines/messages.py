@@ -5,7 +5,7 @@ known, or not well formed, gives None, which means no affinity. Nothing raises, 
 5 MB of image tensors beside the text cost microseconds.
 
 Field numbers are those of the published .proto files: KServe v2 and Triton (`ModelInferRequest`), TensorFlow Serving
-(`PredictRequest`), and the Generate requests of vLLM's and SGLang's own gRPC services. Other messages: `fields_reader`.
+(`PredictRequest`), and the Generate requests of the services of vLLM, SGLang and TensorRT-LLM. Others: `fields_reader`.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _predict(message: Message) -> Prompt | None:
 
 
 def _generate(message: Message) -> Prompt | None:
-    """SGLang: token ids (packed varints, taken as they are: equal prefixes are equal bytes), else their text."""
+    """SGLang, TensorRT-LLM: token ids (packed varints as they are: equal prefixes are equal bytes), else their text."""
     tokenized = message.message(2)
     ids = tokenized.all(2)
     if ids:
@@ -142,4 +142,5 @@ _READERS: dict[str, Reader] = {
     "/vllm.grpc.engine.VllmEngine/Generate": _generate_text,
     "/vllm.grpc.scheduler.VllmScheduler/Generate": _generate_text,
     "/sglang.grpc.scheduler.SglangScheduler/Generate": _generate,
+    "/trtllm.TrtllmService/Generate": _generate,
 }

@@ -79,7 +79,7 @@ class Flight:
         self._timer: threading.Timer | None = None
 
     def launch(self) -> None:
-        """Begin the next attempt, now or when its delay has passed. Never blocks."""
+        """Begin the next attempt, now or when its delay has passed. Never blocks; raises only for the first attempt."""
         with self._changed:
             if self.over:
                 return
@@ -101,6 +101,8 @@ class Flight:
             return rpc.cause if isinstance(error, NoEndpointAvailable) and rpc.cause else ended(error)
         except Exception as error:
             rpc.cancelled()
+            if len(rpc.call.history) <= 1:
+                raise  # to who began the call; a later attempt has nobody to raise to
             return EndedCall(StatusCode.INTERNAL, f"the attempt could not begin: {error}")
         self._timer = threading.Timer(rpc.wait, self.launch)
         self._timer.daemon = True

@@ -204,6 +204,7 @@ class Rpc:
         self.limited = limited
         self.patient = patient
         self.not_before = 0.0
+        self.wait = 0.0
         self.cause: BaseException | None = None
         self.observer = observer()
         self.quiet = type(self.observer) is Observer  # it has nothing to say of calls that go well

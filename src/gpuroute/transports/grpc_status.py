@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from grpc import StatusCode
 
-from gpuroute.core.orca import REPORT_TRAILERS, parse_orca_bin
+from gpuroute.core.orca import REPORT_HEADER, REPORT_TRAILERS, parse_orca, parse_orca_bin
 from gpuroute.core.outcome import Outcome
 
 if TYPE_CHECKING:
@@ -125,8 +125,14 @@ def _integer(value: Any) -> int | None:
 
 
 def report_in(trailing: Metadata) -> LoadReport | None:
-    """The load report (ORCA) that a server put in its trailing metadata."""
+    """The load report (ORCA) that a server put in its trailing metadata.
+
+    grpcio keeps the standard `endpoint-load-metrics-bin` for its own balancers and shows it to no application (measured:
+    1.66, 1.85); what arrives is its older name, and the text forms.
+    """
     for key, value in trailing or ():
         if key in REPORT_TRAILERS and isinstance(value, bytes):
             return parse_orca_bin(value)
+        if key == REPORT_HEADER and isinstance(value, str):
+            return parse_orca(value)
     return None

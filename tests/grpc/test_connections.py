@@ -1,0 +1,420 @@
+"""Connections under a routed channel: TLS, peers that vanish, freeze or send GOAWAY, and processes that fork."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+import trustme
+from world import Manner, Server, drained, method, refused_url, router_of, servers
+
+import gpuroute
+import gpuroute.grpc
+import gpuroute.grpc.aio
+from gpuroute.core.endpoint import Endpoint, Tls
+from gpuroute.transports.grpc_peers import channel_options, read_address
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+HERE = Path(__file__).parent
+QUICK_PINGS = (("grpc.keepalive_time_ms", 1000), ("grpc.http2.ping_timeout_ms", 500))
+
+
+@pytest.fixture(params=["blocking", "asyncio"])
+def manner(request: pytest.FixtureRequest) -> Manner:
+    return Manner(request.param)
+
+
+# ------------------------------------------------------------------------------------------ addresses and options
+
+
+@pytest.mark.parametrize(
+    ("url", "target", "secure"),
+    [
+        ("grpc://127.0.0.1:8001", "ipv4:127.0.0.1:8001", False),
+        ("http://gpu-7:8001", "dns:///gpu-7:8001", False),
+        ("grpcs://gpu-7.example:443/", "dns:///gpu-7.example:443", True),
+        ("https://[::1]:8001", "ipv6:[::1]:8001", True),
+        ("gpu-7:8001", "dns:///gpu-7:8001", False),
+        ("grpc://gpu-7", "dns:///gpu-7:80", False),
+        ("grpcs://gpu-7", "dns:///gpu-7:443", True),
+        ("unix:/run/triton.sock", "unix:/run/triton.sock", False),
+    ],
+)
+def test_addresses(url: str, target: str, secure: bool) -> None:
+    address = read_address(Endpoint("a", url))
+    assert (address.target, address.secure) == (target, secure)
+
+
+def test_options_that_keep_calls_safe() -> None:
+    options = channel_options((("grpc.keepalive_time_ms", 5),), connect_timeout=1.0, idle=300, trust_env=False)
+    assert options["grpc.enable_retries"] == 0
+    assert options["grpc.enable_http_proxy"] == 0
+    assert options["grpc.use_local_subchannel_pool"] == 1
+    assert options["grpc.keepalive_time_ms"] == 5, "the user's own option does not win"
+    defaults = channel_options((), connect_timeout=1.0, idle=300, trust_env=True)
+    assert defaults["grpc.keepalive_time_ms"] + defaults["grpc.http2.ping_timeout_ms"] <= 13_000
+    assert defaults["grpc.enable_http_proxy"] == 1
+    assert "grpc.http2.max_pings_without_data" not in defaults, "servers answer unlimited pings with GOAWAY"
+
+
+def test_a_proxy_in_the_environment_is_not_used(manner: Manner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", refused_url().replace("grpc:", "http:"))
+    monkeypatch.delenv("no_proxy", raising=False)
+    with servers(1) as (server,):
+        assert manner.call(router_of(server.url), "Who", b"") == b"s0"
+
+
+# ------------------------------------------------------------------------------------------ TLS
+
+
+class Authority:
+    """A certificate authority on disk, and servers and clients that it vouches for."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.ca = trustme.CA()
+        self.ca_file = self._write("ca.pem", self.ca.cert_pem)
+
+    def _write(self, name: str, blob: trustme.Blob) -> str:
+        path = self.directory / name
+        path.write_bytes(blob.bytes())
+        return str(path)
+
+    def server(self, *names: str, mutual: bool = False) -> Server:
+        issued = self.ca.issue_cert(*names)
+        chain = b"".join(blob.bytes() for blob in issued.cert_chain_pems)
+        pairs = [(issued.private_key_pem.bytes(), chain)]
+        root = self.ca.cert_pem.bytes() if mutual else None
+        return Server("tls", credentials=grpc.ssl_server_credentials(pairs, root, mutual))
+
+    def client(self) -> dict[str, str]:
+        issued = self.ca.issue_cert("client.example")
+        return {
+            "cert": self._write("cert.pem", issued.cert_chain_pems[0]),
+            "key": self._write("key.pem", issued.private_key_pem),
+        }
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path)
+
+
+def tls_endpoint(server: Server, **tls: str) -> Endpoint:
+    return Endpoint("tls", server.url.replace("grpc:", "grpcs:"), tls=Tls(**tls))
+
+
+def test_tls_by_the_endpoints_own_record(manner: Manner, authority: Authority) -> None:
+    server = authority.server("127.0.0.1", "gpu-7.example")
+    try:
+        assert manner.call(router_of(tls_endpoint(server, ca=authority.ca_file)), "Who", b"", timeout=5) == b"tls"
+        named = tls_endpoint(server, ca=authority.ca_file, server_name="gpu-7.example")
+        assert manner.call(router_of(named), "Who", b"", timeout=5) == b"tls"
+        wrong = tls_endpoint(server, ca=authority.ca_file, server_name="other.example")
+        with pytest.raises(grpc.RpcError) as error:
+            manner.call(router_of(wrong), "Who", b"", timeout=5)
+        assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+    finally:
+        server.stop()
+
+
+def test_mutual_tls_and_credentials_for_all(manner: Manner, authority: Authority) -> None:
+    server = authority.server("127.0.0.1", mutual=True)
+    client = authority.client()
+    try:
+        mutual = tls_endpoint(server, ca=authority.ca_file, **client)
+        assert manner.call(router_of(mutual), "Who", b"", timeout=5) == b"tls"
+        with pytest.raises(grpc.RpcError):
+            manner.call(router_of(tls_endpoint(server, ca=authority.ca_file)), "Who", b"", timeout=5)
+        files = (Path(path).read_bytes() for path in (authority.ca_file, client["key"], client["cert"]))
+        credentials = grpc.ssl_channel_credentials(*files)
+        plain = Endpoint("tls", server.url)
+        assert manner.call(router_of(plain), "Who", b"", timeout=5, given={"credentials": credentials}) == b"tls"
+    finally:
+        server.stop()
+
+
+def test_a_missing_certificate_file_is_named(manner: Manner, authority: Authority) -> None:
+    endpoint = Endpoint("a", "grpcs://127.0.0.1:1", tls=Tls(ca=str(authority.directory / "nothing.pem")))
+    with pytest.raises(gpuroute.ConfigError, match="endpoint 'a': TLS file cannot be read: No such file"):
+        manner.call(router_of(endpoint, attempts=1), "Who", b"")
+
+
+def test_authority_is_the_endpoints() -> None:
+    """Read on the wire: grpcio shows it to no handler. A server's first frame (empty settings) makes the client speak."""
+    heard = bytearray()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def listen() -> None:
+            peer, _ = listener.accept()
+            with peer:
+                peer.sendall(b"\0\0\0\4\0\0\0\0\0")
+                peer.settimeout(5)
+                while method("Who").encode() not in heard or b"gpu-7.example" not in heard:
+                    heard.extend(peer.recv(4096))
+
+        thread = threading.Thread(target=listen)
+        thread.start()
+        url = f"grpc://127.0.0.1:{listener.getsockname()[1]}"
+        with gpuroute.grpc.channel(router_of(Endpoint("a", url, authority="gpu-7.example")), "p") as channel:
+            with pytest.raises(grpc.RpcError):
+                channel.unary_unary(method("Who"))(b"", timeout=1)
+        thread.join()
+    assert b"gpu-7.example" in heard
+
+
+# ------------------------------------------------------------------------------------------ peers in trouble
+
+
+@pytest.fixture
+def process() -> Iterator[Callable[[str], tuple[subprocess.Popen[str], str]]]:
+    """Servers in processes of their own, which can be stopped and killed."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(name: str) -> tuple[subprocess.Popen[str], str]:
+        code = f"import sys, world; s = world.Server({name!r}); print(s.url, flush=True); sys.stdin.read()"
+        child = subprocess.Popen(
+            [sys.executable, "-c", code], cwd=HERE, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        started.append(child)
+        assert child.stdout is not None
+        return child, child.stdout.readline().strip()
+
+    yield start
+    for child in started:
+        child.kill()
+        child.communicate()
+
+
+def test_a_frozen_peer_is_found_out(process: Any) -> None:
+    """By HTTP/2 pings, shortened here; the default finds it within 13 s (see the options above)."""
+    child, url = process("frozen")
+    router = router_of(url, attempts=1)
+    with gpuroute.grpc.channel(router, "p", options=QUICK_PINGS) as channel:
+        assert channel.unary_unary(method("Who"))(b"", timeout=10) == b"frozen"
+        call = channel.unary_unary(method("Slow")).future(b"", timeout=20)
+        began = time.monotonic()
+        threading.Timer(0.2, os.kill, (child.pid, signal.SIGSTOP)).start()
+        assert call.code() is grpc.StatusCode.UNAVAILABLE
+        assert "ping timeout" in call.details()
+        assert time.monotonic() - began < 5
+        # Its port still accepts, its process says nothing: the limit of one connect applies.
+        began = time.monotonic()
+        with pytest.raises(grpc.RpcError) as error:
+            channel.unary_unary(method("Who"))(b"", timeout=20)
+        assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert time.monotonic() - began < 5
+    assert drained(router)
+
+
+def test_a_killed_peer_costs_the_caller_nothing(manner: Manner, process: Any) -> None:
+    child, url = process("killed")
+    with servers(1) as (other,):
+        router = router_of(url, other.url)
+        threading.Timer(0.5, child.kill).start()
+        until = time.monotonic() + 1.5
+        answers = collections.Counter[bytes]()
+
+        def work() -> None:
+            while time.monotonic() < until:
+                answers[manner.call(router, "Who", b"", timeout=5)] += 1
+
+        threads = [threading.Thread(target=work) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert set(answers) == {b"killed", b"s0"}
+        assert drained(router)
+
+
+def test_a_query_of_death_does_not_walk_through_the_fleet(process: Any) -> None:
+    """Each server is killed while it works on the call: two may be, no third."""
+    children = [process(f"victim-{n}") for n in range(4)]
+    router = router_of(*(url for _, url in children), attempts=4)
+    done = threading.Event()
+
+    def killer() -> None:
+        while not done.wait(0.1):
+            busy = {view.url for view in router.snapshot().pools["p"].endpoints if view.in_flight}
+            for child, url in children:
+                if url in busy and child.poll() is None:
+                    time.sleep(0.2)  # the request is there by now
+                    child.kill()
+                    child.wait()
+
+    router.ready()
+    thread = threading.Thread(target=killer)
+    thread.start()
+    with gpuroute.grpc.channel(router, "p") as channel, pytest.raises(grpc.RpcError) as error:
+        channel.unary_unary(method("Slow"))(b"", timeout=20)
+    done.set()
+    thread.join()
+    assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert sum(child.poll() is not None for child, _ in children) == 2
+
+
+@pytest.mark.parametrize("grace", [500, 0])
+def test_goaway_by_age_costs_no_call_and_executes_none_twice(grace: int) -> None:
+    """Case G4. With a grace, nothing that was executed is repeated even where only what never left may be; without
+    one, the server cuts calls in progress, which the default repeats."""
+    options = (("grpc.max_connection_age_ms", 300), ("grpc.max_connection_age_grace_ms", grace))
+    with servers(2, options=options) as running:
+        router = router_of(*(server.url for server in running))
+        sent, failed = [0], collections.Counter[str]()
+        until = time.monotonic() + 1.5
+
+        def work(n: int) -> None:
+            while time.monotonic() < until:
+                sent[0] += 1  # one thread
+                try:
+                    assert call(b"%d" % sent[0], timeout=5)
+                except grpc.RpcError as error:
+                    failed[str(error)] += 1
+
+        replay = "unsent" if grace else "unavailable"
+        with gpuroute.grpc.channel(router, "p", replay=replay) as channel:
+            call = channel.unary_unary(method("Echo"))
+            work(0)
+        assert not failed
+        executed = [request for server in running for request in server.service.requests]
+        if grace:
+            assert len(executed) == len(set(executed)) == sent[0]
+        assert all(view.breaker == "closed" for view in router.snapshot().pools["p"].endpoints)
+
+
+def test_a_stream_across_the_age_limit_is_cut_and_not_replayed() -> None:
+    options = (("grpc.max_connection_age_ms", 200), ("grpc.max_connection_age_grace_ms", 200))
+    with servers(2, options=options) as running:
+        router = router_of(*(server.url for server in running))
+        messages, error = Manner("blocking").stream(router, "Count", b"2 wait", timeout=10)
+        assert messages == [b"0", b"1"]
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+        assert sum(server.service.received for server in running) == 1
+
+
+# ------------------------------------------------------------------------------------------ fork (case G1)
+
+FORK = """
+import json, os, sys, time
+import grpc, world, gpuroute, gpuroute.grpc
+from gpuroute.testing import FakeRegistry
+
+urls, warm = json.loads(sys.argv[1]), sys.argv[2] == "warm"
+router = gpuroute.Router(FakeRegistry({"p": urls}), policy="random")
+channel = gpuroute.grpc.channel(router, "p")
+call = channel.unary_unary(world.method("Who"))
+if warm:
+    call(b"", timeout=5)
+children = []
+for _ in range(4):
+    read, write = os.pipe()
+    pid = os.fork()
+    if not pid:
+        began = time.monotonic()
+        try:
+            answers = [call(b"", timeout=2).decode() for _ in range(20)]
+            result = {"answers": answers, "in_flight": world.in_flight(router)}
+        except BaseException as error:
+            result = {"error": repr(error)}
+        result["took"] = time.monotonic() - began
+        os.write(write, json.dumps(result).encode())
+        os._exit(0)
+    os.close(write)
+    children.append((pid, read))
+found = []
+for pid, read in children:
+    with open(read) as pipe:
+        found.append(json.loads(pipe.read() or "null"))
+    os.waitpid(pid, 0)
+parent = call(b"", timeout=5).decode()
+print(json.dumps({"children": found, "parent": parent}))
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("state", ["warm", "cold"])
+def test_forked_children_call_and_never_hang(state: str, process: Any) -> None:
+    urls = [process(f"s{n}")[1] for n in range(3)]
+    done = subprocess.run(
+        [sys.executable, "-c", FORK, json.dumps(urls), state],
+        cwd=HERE,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={key: value for key, value in os.environ.items() if key != "GRPC_ENABLE_FORK_SUPPORT"},
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["parent"] in {"s0", "s1", "s2"}
+    for child in found["children"]:
+        assert "error" not in child, child
+        assert len(child["answers"]) == 20
+        assert child["in_flight"] == 0
+        assert child["took"] < 20
+    orders = {tuple(child["answers"]) for child in found["children"]}
+    assert len(orders) > 1, "all children draw the same random numbers"
+
+
+def test_asyncio_in_a_forked_child(process: Any) -> None:
+    _, url = process("s0")
+    code = """
+import asyncio, os, sys, world, gpuroute, gpuroute.grpc.aio
+from gpuroute.testing import FakeRegistry
+router = gpuroute.Router(FakeRegistry({"p": [sys.argv[1]]}))
+channel = gpuroute.grpc.aio.channel(router, "p")
+call = channel.unary_unary(world.method("Who"))
+async def run():
+    return await call(b"", timeout=5)
+pid = os.fork()
+if not pid:
+    os._exit(0 if asyncio.run(run()) == b"s0" else 1)
+status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+assert asyncio.run(run()) == b"s0"
+os._exit(status)
+"""
+    done = subprocess.run([sys.executable, "-c", code, url], cwd=HERE, timeout=60, check=False, capture_output=True)
+    assert done.returncode == 0, done.stderr
+
+
+# ------------------------------------------------------------------------------------------ connectivity
+
+
+def test_a_pool_is_ready_when_one_endpoint_is() -> None:
+    with servers(1) as (server,):
+        router = router_of(refused_url(), refused_url(), server.url)
+        with gpuroute.grpc.channel(router, "p") as channel:
+            heard: list[grpc.ChannelConnectivity] = []
+            channel.subscribe(heard.append, try_to_connect=True)
+            grpc.channel_ready_future(channel).result(timeout=10)
+            assert heard[0] is grpc.ChannelConnectivity.IDLE
+            until = time.monotonic() + 5
+            while heard[-1] is not grpc.ChannelConnectivity.READY and time.monotonic() < until:
+                time.sleep(0.01)
+            assert heard[-1] is grpc.ChannelConnectivity.READY
+
+
+def test_a_pool_is_ready_in_asyncio_when_one_endpoint_is() -> None:
+    async def run(url: str) -> Any:
+        async with gpuroute.grpc.aio.channel(router_of(refused_url(), refused_url(), url), "p") as channel:
+            await asyncio.wait_for(channel.channel_ready(), 10)
+            return channel.get_state()
+
+    with servers(1) as (server,):
+        assert asyncio.run(run(server.url)) is grpc.ChannelConnectivity.READY
