@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
+import pickle
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from types import MappingProxyType
 
 import pytest
 from hypothesis import given
@@ -76,7 +77,7 @@ def test_every_field_is_read() -> None:
         gpu=Gpu("H100", 8, 80.0),
         capacity=Capacity(64, 500_000),
         tls=Tls("gpu-1", "/ca.pem", "/c.pem", "/k.pem"),
-        headers=MappingProxyType({"authorization": "Bearer canary"}),
+        headers={"authorization": "Bearer canary"},
         authority="gpu-1.internal",
         zone="eu-1a",
         region="eu-1",
@@ -85,7 +86,7 @@ def test_every_field_is_read() -> None:
         cold_start_s=40.0,
         price=1.5,
         agent="udp://10.0.0.1:7001",
-        labels=MappingProxyType({"rack": "r1"}),
+        labels={"rack": "r1"},
     )
     assert {row for row in Endpoint.__dataclass_fields__ if row != "id"} == set(FULL)
 
@@ -258,7 +259,7 @@ def test_pool_config() -> None:
     assert config_record(config) == {**record, "timeout": 0.25}
     assert parse_config(config_record(config), key="k") == config
     assert parse_config({}, key="k") == PoolConfig()
-    assert "canary" not in json.dumps(config_record(config, secrets=False))
+    assert "canary" not in json.dumps(config_record(config, secrets=False)) + repr(config)
 
 
 @pytest.mark.parametrize(
@@ -291,9 +292,9 @@ ENDPOINTS = st.builds(
     gpu=st.builds(Gpu, WORDS, st.integers(1, 16), st.floats(0, 200)),
     capacity=st.builds(Capacity, st.integers(0, 9), st.integers(0, 9)),
     tls=st.builds(Tls, WORDS, WORDS, WORDS, WORDS),
-    headers=st.dictionaries(WORDS.map("x-{}".format), WORDS, max_size=3).map(MappingProxyType),
+    headers=st.dictionaries(WORDS.map("x-{}".format), WORDS, max_size=3),
     state=st.sampled_from(State),
-    labels=st.dictionaries(WORDS, WORDS, max_size=3).map(MappingProxyType),
+    labels=st.dictionaries(WORDS, WORDS, max_size=3),
 ).map(lambda item: replace(item, protocol="grpc") if item.url.startswith("grpc") else item)
 
 
@@ -301,6 +302,16 @@ ENDPOINTS = st.builds(
 def test_an_endpoint_survives_the_way_through_json(endpoint: Endpoint) -> None:
     record = json.loads(json.dumps(endpoint_record(endpoint)))
     assert parse_endpoint(record, id=endpoint.id, key="k") == endpoint
+
+
+def test_endpoints_and_configs_can_be_copied_and_pickled() -> None:
+    for value in (
+        parse_endpoint({**FULL, "headers": {}}, id="a", key="k"),
+        parse_config({"hedge": {"after": "p95"}}, key="k"),
+    ):
+        assert pickle.loads(pickle.dumps(value)) == copy.deepcopy(value) == value
+        assert asdict(value)
+        assert hash(value) == hash(copy.deepcopy(value))
 
 
 def test_a_record_holds_only_what_differs_from_the_defaults() -> None:

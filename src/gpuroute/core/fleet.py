@@ -28,7 +28,7 @@ class PoolConfig:
     max_in_flight: int | None = None
     disabled: bool = False
     fallback_url: str = ""
-    salt: str = ""
+    salt: str = field(default="", repr=False)
     options: Mapping[str, object] = field(default_factory=dict, hash=False)
 
 

@@ -13,7 +13,6 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -111,7 +110,7 @@ def _texts(value: Any) -> tuple[str, ...]:
 
 def _mapping(value: Any) -> Mapping[str, str]:
     _typed(value, dict)
-    return MappingProxyType({_text(name): _text(item) for name, item in value.items()})
+    return {_text(name): _text(item) for name, item in value.items()}
 
 
 def _headers(value: Any) -> Mapping[str, str]:
@@ -243,7 +242,7 @@ def parse_config(record: object, *, key: str) -> PoolConfig:
     """The pool settings that a record states; other fields become its `options`. Raises InvalidRecord."""
     record = _object(record, key)
     options = {name: value for name, value in record.items() if name not in _CONFIG}
-    return PoolConfig(**dict(_values(_CONFIG, record, key)), options=MappingProxyType(options))
+    return PoolConfig(**dict(_values(_CONFIG, record, key)), options=options)
 
 
 def endpoint_record(endpoint: Endpoint, *, secrets: bool = True) -> dict[str, Any]:

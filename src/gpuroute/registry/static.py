@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from gpuroute.core.endpoint import Endpoint
@@ -32,7 +31,7 @@ class StaticRegistry:
             specs = {name: _spec(name, endpoints) for name, endpoints in pools.items()}
         except InvalidRecord as error:
             raise ConfigError(str(error)) from None
-        self.fleet = Fleet(MappingProxyType(specs), source="static")
+        self.fleet = Fleet(specs, source="static")
 
     @classmethod
     def from_text(cls, text: str) -> StaticRegistry:

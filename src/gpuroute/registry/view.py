@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from gpuroute.core.fleet import PoolConfig, PoolSpec
@@ -135,7 +134,7 @@ class View:
 
     def pools(self, now: float) -> Mapping[str, PoolSpec]:
         """Every pool as it shall be shown; the spec of a pool that did not change is the same object as before."""
-        return MappingProxyType({name: pool.show(now, self.grace) for name, pool in sorted(self._pools.items())})
+        return {name: pool.show(now, self.grace) for name, pool in sorted(self._pools.items())}
 
     def warnings(self) -> tuple[str, ...]:
         """What is odd but used, as of the last `pools`."""
