@@ -1,0 +1,303 @@
+"""`gpuroute bench live`: policies on a live fleet: stand-in GPUs, agents and client processes, over loopback sockets.
+
+A slice of a recorded trace is replayed open loop. Its prefix blocks become real text, so that what is cached is what the
+engines really share; lengths are the trace's. Policies take turns on the same fleet with the same slice; the text of each
+turn is its own, so nobody profits from the cache of another. `time_scale` wall seconds are one GPU second, in arrivals
+and engines alike; times are reported in GPU seconds. On few cores a larger scale keeps the machine's own noise small.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from gpuroute.core.endpoint import Endpoint, Gpu
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
+    from multiprocessing.connection import Connection
+
+    from gpuroute.sim.traces import Request
+
+POOL = "live"
+KEY = "bench-live"
+BLOCK_TOKENS = 512
+TOKEN_BYTES = 4
+START_S = 60.0
+LEAD_S = 1.0
+POLICIES = "p2c,prefix,auto,auto+asks"
+
+
+class Turn(NamedTuple):
+    """One policy's turn: what clients are told."""
+
+    number: int
+    policy: str
+    asks: bool
+    start: float
+
+
+class Call(NamedTuple):
+    """One measured call, in wall seconds; `ttft` None: it failed."""
+
+    at: float
+    ttft: float | None
+    prompt: int = 0
+    cached: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """The fleet and its load. `warmup` and `window` in GPU seconds."""
+
+    servers: int
+    agents: int
+    clients: int
+    gpu: str
+    time_scale: float
+    copies: int
+    trace: str
+    warmup: float
+    window: float
+    common: int
+    seed: int
+
+
+def add_parser(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare `bench live`."""
+    parser = kinds.add_parser("live", help="policies on a live fleet of stand-in GPUs with agents")
+    add = parser.add_argument
+    add("--policies", default=POLICIES, help="comma-separated, +asks with agents (default: %(default)s)")
+    add("--servers", type=int, default=12, help="GPU processes (default: %(default)s)")
+    add("--agents", type=int, default=0, help="agent processes (default: one for each server)")
+    add("--clients", type=int, default=32, help="client processes (default: %(default)s)")
+    add("--gpu", default="H100", help="kind of GPU (default: %(default)s)")
+    add("--trace", default="mooncake", help="mooncake, or a file that has prefix blocks (default: %(default)s)")
+    add("--copies", type=int, default=4, help="copies of the trace laid over each other (default: %(default)s)")
+    add("--common-blocks", type=int, default=0, help="block ids below this are common to all copies")
+    add("--time-scale", type=float, default=0.5, help="wall seconds per GPU second (default: %(default)s)")
+    add("--warmup", type=float, default=60.0, help="GPU seconds before measuring (default: %(default)s)")
+    add("--window", type=float, default=120.0, help="GPU seconds measured in each turn (default: %(default)s)")
+    add("--rounds", type=int, default=1, help="turns of each policy (default: %(default)s)")
+    add("--seed", type=int, default=0, help="which slice (default: %(default)s)")
+    add("--json", action="store_true", help="print JSON alone")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and print."""
+    scene = Scene(
+        servers=args.servers,
+        agents=args.agents or args.servers,
+        clients=args.clients,
+        gpu=args.gpu,
+        time_scale=args.time_scale,
+        copies=args.copies,
+        trace=args.trace,
+        warmup=args.warmup,
+        window=args.window,
+        common=args.common_blocks,
+        seed=args.seed,
+    )
+    rows = measure(scene, args.policies.split(","), args.rounds)
+    if args.json:
+        print(json.dumps(rows))
+        return 0
+    print(f"{'policy':<12}{'asks':>6}{'mean':>9}{'p50':>9}{'p95':>9}{'p99':>9}{'cached':>9}{'failed':>8}{'calls':>7}")
+    for row in rows:
+        times = "".join(f"{row[name]:>9.3f}" for name in ("ttft_mean", "ttft_p50", "ttft_p95", "ttft_p99"))
+        print(
+            f"{row['policy']:<12}{row['asks']!s:>6}{times}{row['cached_share']:>9.3f}{row['failed']:>8}{row['calls']:>7}"
+        )
+    return 0
+
+
+def measure(scene: Scene, names: Sequence[str], rounds: int) -> list[dict[str, Any]]:
+    """One row for each policy; they take turns `rounds` times."""
+    import gpuroute.httpx2  # noqa: F401  (once, before the clients are forked)
+
+    found: dict[str, list[Call]] = {name: [] for name in names}
+    with ExitStack() as stack:
+        clients = _start_clients(scene, stack)
+        endpoints = _start_fleet(scene, stack)
+        for pipe in clients:
+            pipe.send(endpoints)
+        for number in range(rounds * len(names)):
+            name = names[number % len(names)]
+            policy, _, asks = name.partition("+")
+            turn = Turn(number, policy, bool(asks), time.monotonic() + LEAD_S)
+            for pipe in clients:
+                pipe.send(turn)
+            found[name] += [call for pipe in clients for call in pipe.recv()]
+    return [_row(name, calls, scene) for name, calls in found.items()]
+
+
+def _row(name: str, calls: list[Call], scene: Scene) -> dict[str, Any]:
+    policy, _, asks = name.partition("+")
+    counted = [call for call in calls if call.at >= scene.warmup]
+    ttfts = sorted(call.ttft / scene.time_scale for call in counted if call.ttft is not None) or [0.0]
+    prompt = sum(call.prompt for call in counted)
+
+    def quantile(share: float) -> float:
+        return round(ttfts[min(len(ttfts) - 1, int(share * len(ttfts)))], 4)
+
+    return {
+        "policy": policy,
+        "asks": bool(asks),
+        "ttft_mean": round(sum(ttfts) / len(ttfts), 4),
+        "ttft_p50": quantile(0.5),
+        "ttft_p95": quantile(0.95),
+        "ttft_p99": quantile(0.99),
+        "cached_share": round(sum(call.cached for call in counted) / prompt, 4) if prompt else 0.0,
+        "failed": sum(call.ttft is None for call in counted),
+        "calls": len(counted),
+    }
+
+
+# ---------------------------------------------------------------------------------------------- the fleet
+
+
+def _start_fleet(scene: Scene, stack: ExitStack) -> list[Endpoint]:
+    """Servers and agents; the endpoints, once every agent has called its engines ready."""
+    from gpuroute.testing import GpuServer
+
+    options = {"gpu": scene.gpu, "time_scale": scene.time_scale, "stream_interval": 32}
+    servers = [stack.enter_context(GpuServer.spawn(wait=False, **options)) for _ in range(scene.servers)]
+    urls = [server.url for server in servers]
+    made: list[Endpoint] = []
+    for number in range(scene.agents):
+        beside = list(range(number, scene.servers, scene.agents))
+        lines = _start_agent([urls[index] for index in beside], [f"gpu-{index}" for index in beside], scene.gpu, stack)
+        for place, index in enumerate(beside):
+            agent = f"{lines['agent']}/{place}"
+            made.append(Endpoint(f"gpu-{index}", urls[index], engine="vllm", gpu=Gpu(scene.gpu), agent=agent))
+    return made
+
+
+def _start_agent(urls: list[str], names: list[str], gpu: str, stack: ExitStack) -> dict[str, str]:
+    command = [sys.executable, "-m", "gpuroute", "agent", "--listen", "127.0.0.1:0", "--status", "127.0.0.1:0"]
+    command += ["--warmup", "2", "--gpu", gpu, "--drain", "1s"]
+    for url, name in zip(urls, names, strict=True):
+        command += ["--url", url, "--id", name]
+    environ = {**os.environ, "GPUROUTE_AGENT_KEY": KEY, "GPUROUTE_LOG_LEVEL": "warning"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environ)
+    stack.callback(_end, process)
+    assert process.stdout is not None
+    lines: dict[str, str] = json.loads(process.stdout.readline())
+    until = time.monotonic() + START_S
+    while not _all_ready(lines["status"], len(urls)):
+        if time.monotonic() > until:
+            raise TimeoutError(f"an agent did not find its engines ready within {START_S:g} s")
+        time.sleep(0.1)
+    return lines
+
+
+def _all_ready(status: str, count: int) -> bool:
+    with urllib.request.urlopen(f"{status}/load", timeout=5) as answer:
+        engines = json.load(answer)["engines"]
+    return len(engines) == count and all(engine["state"] == "ready" for engine in engines)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+
+
+# ---------------------------------------------------------------------------------------------- the clients
+
+
+def _start_clients(scene: Scene, stack: ExitStack) -> list[Connection]:
+    from gpuroute.sim.traces import load_trace
+
+    until = scene.warmup + scene.window
+    trace = load_trace(scene.trace, seed=scene.seed)
+    rows = list(trace.superpose(scene.copies, scene.seed, until, common=scene.common))
+    fork = multiprocessing.get_context("fork")
+    pipes = []
+    for number in range(scene.clients):
+        here, there = fork.Pipe()
+        process = fork.Process(target=_client, args=(there, rows[number :: scene.clients], scene.time_scale), daemon=True)
+        process.start()
+        there.close()
+        stack.callback(process.kill)
+        pipes.append(here)
+    return pipes
+
+
+def _client(pipe: Connection, rows: list[Request], scale: float) -> None:
+    """One client process: its own routers, one for each policy, that live through all its turns."""
+    with asyncio.Runner() as runner:
+        runner.run(_serve(pipe, rows, scale))
+
+
+async def _serve(pipe: Connection, rows: list[Request], scale: float) -> None:
+    from gpuroute.httpx2 import AsyncClient
+    from gpuroute.router import Router
+
+    endpoints: list[Endpoint] = pipe.recv()
+    clients: dict[tuple[str, bool], AsyncClient] = {}
+    while True:
+        try:
+            turn: Turn = await asyncio.to_thread(pipe.recv)
+        except EOFError:
+            return
+        kind = turn.policy, turn.asks
+        if kind not in clients:
+            how: dict[str, Any] = {"asks": "on" if turn.asks else "off", "ask_hashes": turn.asks, "agent_key": KEY}
+            router = Router(endpoints={POOL: endpoints}, policy=turn.policy, **how)
+            clients[kind] = AsyncClient(router, timeout=300.0)
+        pipe.send(await _replay(clients[kind], rows, scale, turn))
+
+
+async def _replay(client: Any, rows: list[Request], scale: float, turn: Turn) -> list[Call]:
+    tasks = []
+    for row in rows:
+        await asyncio.sleep(turn.start + row.at * scale - time.monotonic())
+        tasks.append(asyncio.create_task(_call(client, row, turn)))
+    return list(await asyncio.gather(*tasks))
+
+
+async def _call(client: Any, row: Request, turn: Turn) -> Call:
+    from gpuroute.engines.usage import read_usage
+
+    body = {
+        "model": "m",
+        "prompt": prompt_of(row, turn.number),
+        "max_tokens": max(1, row.output_tokens),
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    began, ttft, tail = time.monotonic(), None, b""
+    try:
+        async with client.stream("POST", f"http://{POOL}/v1/completions", json=body) as response:
+            response.raise_for_status()
+            async for chunk in response.aiter_bytes():
+                if ttft is None:
+                    ttft = time.monotonic() - began
+                tail = (tail + chunk)[-4096:]
+    except Exception:
+        return Call(row.at, None)
+    usage = read_usage(tail)
+    if usage is None:
+        return Call(row.at, ttft)
+    return Call(row.at, ttft, usage.prompt or 0, usage.cached or 0)
+
+
+def prompt_of(row: Request, turn: int) -> str:
+    """Text of the request's length whose shared blocks are shared text: equal in all clients, different in each turn."""
+    from xxhash import xxh3_128_hexdigest
+
+    size = BLOCK_TOKENS * TOKEN_BYTES
+    blocks = [xxh3_128_hexdigest(f"{turn}/{block}".encode()) * (size // 32) for block in row.blocks]
+    rest = row.prompt_tokens * TOKEN_BYTES - len(blocks) * size
+    own = xxh3_128_hexdigest(f"{turn}/{row.at}/{row.blocks[-1:]}".encode()) * (rest // 32 + 1) if rest > 0 else ""
+    return ("".join(blocks) + own)[: row.prompt_tokens * TOKEN_BYTES]
