@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,7 @@ def run(args: argparse.Namespace) -> int:
         empty_grace=settings.empty_grace,
         **etcd_options(settings),
     )
+    logging.getLogger("gpuroute.registry").addHandler(logging.NullHandler())  # it would say twice what is said below
     fleet = first_fleet(registry, settings.ready_timeout)
     print(json.dumps(as_json(fleet, time.time()), indent=2) if args.json else as_text(fleet, time.time()))
     for problem in () if args.json else fleet.problems:

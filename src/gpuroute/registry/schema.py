@@ -135,7 +135,7 @@ def _url(*schemes: str, port: bool = False) -> _Row:
         _need(_port(parts.netloc) or not port, "has no port")
         return text
 
-    shown = " or ".join(f"{scheme}://host{':port' if port else '[:port][/path]'}" for scheme in schemes)
+    shown = ", ".join(f"{scheme}://" for scheme in schemes) + (" with host:port" if port else " with host[:port][/path]")
     return _Row(read, f"{shown}, port 1 to 65535, no credentials, query or fragment")
 
 
