@@ -9,9 +9,10 @@ Private attributes of those libraries are read here and nowhere else; what is no
 
 from __future__ import annotations
 
+import sys
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 from gpuroute.errors import ConfigError
@@ -23,7 +24,10 @@ if TYPE_CHECKING:
 __all__ = ["unwrap", "wrap"]
 
 C = TypeVar("C")
-ACCEPTED = "httpx2.Client, httpx2.AsyncClient, httpx.Client, httpx.AsyncClient, or an openai or anthropic client"
+ACCEPTED = (
+    "httpx2.Client, httpx2.AsyncClient, httpx.Client, httpx.AsyncClient, an openai or anthropic client, "
+    "a tritonclient.grpc client, or a generated gRPC stub"
+)
 
 _sdk_retries: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
@@ -38,6 +42,10 @@ def wrap(client: C, router: Router | str | None = None, *, pool: str | None = No
     """
     if isinstance(router, str):
         router, pool = None, router
+    if (grpc := _grpc_for(client)) is not None:
+        if pool is None:
+            raise ConfigError("a gRPC client has no host that could name its pool: give wrap(..., pool=NAME)")
+        return cast("C", grpc.attach(client, router or _shared_router(), pool))
     inner = _inner(client)
     _route(inner, router, pool, passthrough)
     if inner is not client and client not in _sdk_retries:
@@ -48,6 +56,8 @@ def wrap(client: C, router: Router | str | None = None, *, pool: str | None = No
 
 def unwrap(client: C) -> C:
     """Undo `wrap`: the client's own transport, proxies and retries are back. Harmless on a client that is not wrapped."""
+    if (grpc := _grpc_for(client)) is not None:
+        return cast("C", grpc.detach(client))
     inner = _inner(client)
     transport = inner._transport  # noqa: SLF001
     if getattr(transport, "replaced", None) is not None:
@@ -56,6 +66,12 @@ def unwrap(client: C) -> C:
     if client in _sdk_retries:
         client.max_retries = _sdk_retries.pop(client)  # type: ignore[attr-defined]
     return client
+
+
+def _grpc_for(client: Any) -> Any:
+    """`gpuroute.grpc.attach`, if this is a generated gRPC stub or a Triton client; grpc is loaded then already."""
+    attach = import_module("gpuroute.grpc.attach") if "grpc" in sys.modules else None
+    return attach if attach is not None and attach.is_client(client) else None
 
 
 @cache
