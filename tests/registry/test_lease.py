@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -14,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from registry.etcd_server import EtcdCluster, free_ports
-from registry.watching import Watcher, Writer, eventually, quick
+from registry.watching import Watcher, Writer, eventually, quick, running
 
 from gpuroute.core.endpoint import Endpoint, State
 from gpuroute.errors import InvalidRecord
@@ -241,28 +239,26 @@ time.sleep(60)
 """
 
 
-def start(config) -> subprocess.Popen:
-    return subprocess.Popen([sys.executable, "-c", SCRIPT, config.source, str(Path(__file__).parents[1])])
+def registering(config):
+    return running("-c", SCRIPT, config.source, str(Path(__file__).parents[1]))
 
 
 def test_the_key_of_a_killed_process_goes_with_its_lease(config, writer: Writer) -> None:
-    process = start(config)
-    eventually(lambda: stored(writer), "the registration")
-    process.kill()
-    process.wait()
-    assert stored(writer)
-    eventually(lambda: not stored(writer), "the lease to end", timeout=8)
+    with registering(config) as process:
+        eventually(lambda: stored(writer), "the registration")
+        process.kill()
+        process.wait()
+        assert stored(writer)
+        eventually(lambda: not stored(writer), "the lease to end", timeout=8)
 
 
 def test_E9_a_process_that_was_frozen_for_longer_than_its_lease_comes_back(config, writer: Writer) -> None:
-    process = start(config)
-    eventually(lambda: stored(writer), "the registration")
-    process.send_signal(signal.SIGSTOP)
-    eventually(lambda: not stored(writer), "the lease to end", timeout=8)
-    process.send_signal(signal.SIGCONT)
-    eventually(lambda: stored(writer), "a fresh lease", timeout=8)
-    process.kill()
-    process.wait()
+    with registering(config) as process:
+        eventually(lambda: stored(writer), "the registration")
+        process.send_signal(signal.SIGSTOP)
+        eventually(lambda: not stored(writer), "the lease to end", timeout=8)
+        process.send_signal(signal.SIGCONT)
+        eventually(lambda: stored(writer), "a fresh lease", timeout=8)
 
 
 def test_etcd_may_be_down_at_the_start_and_at_the_end(tmp_path) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from registry.etcd_server import free_ports
-from registry.watching import Watcher
+from registry.watching import Watcher, running
 
 from gpuroute.cli import main
 from gpuroute.registry.etcd import EtcdRegistry
@@ -25,12 +25,11 @@ if TYPE_CHECKING:
 def test_register_until_a_signal(config, writer: Writer, tmp_path, number: int) -> None:
     record = tmp_path / "record.json"
     record.write_text('{"headers": {"x-key": "canary"}, "labels": {"rack": "r1"}, "weight": 9}')
-    command = [sys.executable, "-m", "gpuroute", "register", "http://10.0.0.7:8000/v1", "--pool", "llama"]
+    command = ["-m", "gpuroute", "register", "http://10.0.0.7:8000/v1", "--pool", "llama"]
     command += ["--registry", config.source, "--record", str(record), "--weight", "2", "--zone", "z1"]
     command += ["--engine", "vllm", "--model", "llama-3-8b", "--version", "7", "--gpu", "H100", "--gpu-count", "8"]
     command += ["--gpu-memory", "80", "--adapter", "sql", "--label", "node=n1", "--max-in-flight", "64"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    with Watcher(EtcdRegistry(config, grace=30)) as watcher:
+    with running(*command) as process, Watcher(EtcdRegistry(config, grace=30)) as watcher:
         fleet = watcher.until_ids("10.0.0.7:8000_v1")
         (endpoint,) = fleet.pools["llama"].endpoints
         assert (endpoint.weight, endpoint.zone, endpoint.engine, endpoint.version) == (2.0, "z1", "vllm", "7")
@@ -50,12 +49,10 @@ def test_register_until_a_signal(config, writer: Writer, tmp_path, number: int) 
 
 def test_register_says_when_etcd_cannot_be_reached_and_still_ends() -> None:
     (dead,) = free_ports(1)
-    command = [sys.executable, "-m", "gpuroute", "register", "http://a", "--registry", f"etcd://127.0.0.1:{dead}"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    assert "UNAVAILABLE" in process.stderr.readline()
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=10)
-    assert process.returncode == 0
+    with running("-m", "gpuroute", "register", "http://a", "--registry", f"etcd://127.0.0.1:{dead}") as process:
+        assert "UNAVAILABLE" in process.stderr.readline()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=10) == 0
 
 
 @pytest.mark.parametrize(

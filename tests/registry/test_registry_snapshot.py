@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import stat
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from registry.watching import eventually
+from registry.watching import eventually, running
 
 from gpuroute.errors import InvalidRecord
 from gpuroute.registry import snapshot
@@ -117,12 +114,10 @@ while True:
 def test_E7_kill_9_while_saving_leaves_no_unreadable_file(tmp_path: Path) -> None:
     path = tmp_path / "s.json"
     for round_ in range(4):
-        saver = subprocess.Popen([sys.executable, "-c", SAVER, str(path), str(Path(__file__).parents[1])])
         started = time.time()
-        eventually(lambda at=started: path.exists() and path.stat().st_mtime > at, "a save of this process")
-        time.sleep(0.004 * round_)  # to be hit at another point of its work each time
-        saver.send_signal(signal.SIGKILL)
-        saver.wait()
+        with running("-c", SAVER, str(path), str(Path(__file__).parents[1])):
+            eventually(lambda at=started: path.exists() and path.stat().st_mtime > at, "a save of this process")
+            time.sleep(0.004 * round_)  # to be hit at another point of its work each time
         assert len(snapshot.load(path, source=SOURCE).records) == 201
 
 

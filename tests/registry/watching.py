@@ -6,6 +6,8 @@ import contextlib
 import json
 import selectors
 import socket
+import subprocess
+import sys
 import threading
 import time
 from typing import TYPE_CHECKING, Any, Self
@@ -17,7 +19,7 @@ from gpuroute.registry.etcd_config import EtcdConfig
 from gpuroute.registry.view import View
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from gpuroute.core.fleet import Fleet, Registry
 
@@ -31,6 +33,17 @@ def eventually(condition: Callable[[], Any], what: str = "condition", timeout: f
             return value
         assert time.monotonic() < deadline, f"{what}: not within {timeout} s"
         time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def running(*command: str) -> Iterator[subprocess.Popen[str]]:
+    """A process of this Python that does not outlive the test; its stderr is a pipe."""
+    process = subprocess.Popen([sys.executable, *command], stderr=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
 
 
 class Watcher:
