@@ -1,0 +1,106 @@
+"""Busy, hung, gone, or another engine than before."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpuroute.agent.health import SILENT_LIMIT, Health, Rates, Seen
+
+IDLE = Seen(0, 0, 0.0, {"steps": 5.0})
+
+
+def seen(running: float = 1, waiting: float = 0, kv: float = 0.1, **counters: float) -> Seen:
+    return Seen(running, waiting, kv, counters or {"steps": 5.0})
+
+
+def watched(*looks: Seen, hung_after: float = 10.0) -> Health:
+    """Health after these looks, two a second."""
+    health = Health(hung_after)
+    for number, look in enumerate(looks):
+        health.answered(look, number / 2)
+    return health
+
+
+def test_an_engine_that_works_is_not_hung_however_long_it_is_busy() -> None:
+    health = watched(*(seen(8, 90, steps=float(n)) for n in range(200)))
+    assert not health.hung(100.0)
+
+
+def test_work_that_stands_still_is_hung_after_a_while() -> None:
+    health = watched(*(seen(8, 1) for _ in range(41)))
+    assert health.hung(20.0)
+    assert not watched(*(seen(8, 1) for _ in range(15))).hung(7.0)
+
+
+def test_more_requests_that_wait_are_no_progress() -> None:
+    assert watched(*(seen(8, n) for n in range(41))).hung(20.0)
+    assert watched(*(seen(8, n, steps=1.0, rejected=float(n)) for n in range(41))).hung(20.0)
+
+
+@pytest.mark.parametrize(
+    "moving",
+    [
+        lambda n: seen(8, 0, kv=n / 100),
+        lambda n: seen(50 - n, 0),
+        lambda n: seen(8, 0, generated_tokens=float(n)),
+    ],
+    ids=["cache fills", "requests end", "tokens come"],
+)
+def test_any_sign_of_work_is_progress(moving: object) -> None:
+    assert not watched(*(moving(n) for n in range(41))).hung(20.0)
+
+
+def test_an_idle_engine_is_not_hung() -> None:
+    assert not watched(*(IDLE for _ in range(100))).hung(50.0)
+
+
+def test_an_engine_that_counts_nothing_is_not_judged() -> None:
+    assert not watched(*(Seen(3, 1, 0.0, {}) for _ in range(100))).hung(50.0)
+
+
+def test_a_first_token_that_a_client_told_is_progress() -> None:
+    health = Health(10.0)
+    for number in range(60):
+        health.answered(seen(), number / 2, told_at=25.0)
+    assert not health.hung(30.0)
+    assert health.hung(36.0)
+
+
+def test_silence_is_hung_and_a_closed_port_is_gone() -> None:
+    health = watched(IDLE)
+    for _ in range(SILENT_LIMIT):
+        assert not health.hung(1.0)
+        health.unanswered()
+    assert health.hung(1.0)
+    health.answered(IDLE, 2.0)
+    assert not health.hung(2.0)
+    health.refused()
+    assert health.gone
+    assert not health.hung(3.0)
+
+
+def test_a_new_process_is_noticed_by_its_counters_or_by_its_absence() -> None:
+    health = watched(seen(steps=100.0, cached_tokens=50.0))
+    assert not health.answered(seen(steps=101.0, cached_tokens=0.0), 1.0)
+    assert health.answered(seen(steps=3.0), 2.0)
+    health.refused()
+    assert health.answered(seen(steps=900.0), 3.0)
+    assert health.restarts == 2
+    assert not health.answered(seen(steps=901.0), 4.0)
+
+
+def test_the_first_sight_of_an_engine_is_no_restart() -> None:
+    health = Health()
+    assert health.gone
+    health.refused()
+    assert not health.answered(IDLE, 0.0)
+
+
+def test_rates_are_those_of_working_time() -> None:
+    rates = Rates()
+    for second in range(5):
+        rates.add({"prompt_tokens": 50_000.0 * second, "generated_tokens": 800.0 * second}, float(second))
+    rates.add({"prompt_tokens": 200_000.0, "generated_tokens": 3_200.0}, 9.0)
+    assert rates.prefill == pytest.approx(50_000)
+    assert rates.generation == pytest.approx(800)
+    assert rates.best_prefill == pytest.approx(50_000, rel=0.01)
