@@ -15,6 +15,7 @@ import re
 import threading
 import time
 from collections import OrderedDict
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -204,7 +205,7 @@ class Pools:
             self._expire(now)
             while link.idle:
                 connection = link.idle.pop()
-                del self._idle[connection]
+                self._idle.pop(connection, None)
                 if not connection.wire.stale:
                     connection.reused = True
                     return connection
@@ -278,7 +279,8 @@ class Pools:
 
     def _close_oldest(self) -> None:
         connection, _ = self._idle.popitem(last=False)
-        connection.link.idle.remove(connection)
+        with suppress(ValueError):  # after an interrupt between the two
+            connection.link.idle.remove(connection)
         connection.wire.close()
 
     def _drop_departed(self) -> None:
@@ -292,7 +294,7 @@ class Pools:
         link.departed = True
         while link.idle:
             connection = link.idle.pop()
-            del self._idle[connection]
+            self._idle.pop(connection, None)
             connection.wire.close()
 
 

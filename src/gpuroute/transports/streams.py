@@ -39,33 +39,39 @@ class _Delivery:
             trip.attempt.chunk(trip.settled.clock())
         return chunk
 
+    # `_open` falls last: an interrupt on the way leaves the end to `close` or to the garbage collector.
+
     def _broken(self, error: Exception) -> Exception:
-        trip, self._open = self._trip, False
+        trip = self._trip
         trip.drop()
         if isinstance(error, StreamFailed):
             trip.failed_inside(error)
         else:
             trip.failed(error)
+        self._open = False
         return trip.interruption(error)
 
     def _finished(self) -> Exception | None:
         """The source ended: what is wrong with that, if anything."""
-        trip, self._open = self._trip, False
-        watch = trip.watch
-        if watch is None or watch.complete or trip.attempt.outcome is not None:
+        trip, problem = self._trip, None
+        if trip.watch is None or trip.watch.complete or trip.attempt.outcome is not None:
             trip.end(Outcome.SUCCESS)
-            return None
-        trip.end(Outcome.FAILED, "ended without its end marker", answered=True)
-        return trip.interruption(StreamFailed("it ended without its end marker", b"", 0))
+        else:
+            trip.end(Outcome.FAILED, "ended without its end marker", answered=True)
+            problem = trip.interruption(StreamFailed("it ended without its end marker", b"", 0))
+        trip.release()
+        self._open = False
+        return problem
 
     def _closed(self) -> None:
-        trip, self._open = self._trip, False
+        trip = self._trip
         trip.drop()
         # An upgraded connection ends like this; and the SDKs hang up at the end marker, before the end of the body.
         if trip.watch is None or trip.watch.ended:
             trip.end(Outcome.SUCCESS)
         else:
             trip.cancelled()
+        self._open = False
 
     def __del__(self) -> None:
         if getattr(self, "_open", False):
@@ -108,7 +114,6 @@ class Stream(_Delivery):
             self._closed()
             raise
         problem = self._finished()
-        self._trip.release()
         if problem is not None:
             raise problem
 
@@ -140,7 +145,6 @@ class AsyncStream(_Delivery):
             self._closed()
             raise
         problem = self._finished()
-        self._trip.release()
         if problem is not None:
             raise problem
 

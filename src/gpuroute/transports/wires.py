@@ -178,6 +178,7 @@ class AsyncWire(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._chunks: deque[bytes] = deque()
         self._buffered = 0
+        self._paused = False
         self._ended = False
         self._error: Exception | None = None
         self._reading: asyncio.Future[None] | None = None
@@ -232,11 +233,10 @@ class AsyncWire(asyncio.Protocol):
         if len(data) > max_bytes:
             self._chunks.appendleft(data[max_bytes:])
             data = data[:max_bytes]
-        if self._buffered > BUFFER:
-            self._buffered = sum(map(len, self._chunks)) + len(data)
-            if self._buffered <= BUFFER and not self._ended:
-                self._transport.resume_reading()
         self._buffered -= len(data)
+        if self._paused and self._buffered <= BUFFER // 2:
+            self._paused = False
+            self._transport.resume_reading()
         return data
 
     async def write(self, buffer: bytes, timeout: float | None = None) -> None:
@@ -299,7 +299,8 @@ class AsyncWire(asyncio.Protocol):
         self.heard = True
         self._chunks.append(data)
         self._buffered += len(data)
-        if self._buffered > BUFFER:
+        if self._buffered > BUFFER and not self._paused:
+            self._paused = True
             self._transport.pause_reading()
         _wake(self._reading)
 
