@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from gpuroute.core.attempt import Attempt
     from gpuroute.core.prefix import Prompt
+    from gpuroute.core.state import EndpointState
     from gpuroute.observe import Observer
     from gpuroute.router import Router
     from gpuroute.transports.asking import Asking
@@ -211,6 +212,13 @@ class Routes:
         call.history.append(attempt)
         call.tried.add(state)
         return attempt
+
+    def is_warm(self, state: EndpointState) -> bool:
+        """True if a connection to this endpoint is idle here (on this event loop): a request needs no handshake."""
+        return self._pools().warm(state)
+
+    def _pools(self) -> Pools:
+        raise NotImplementedError
 
     # ------------------------------------------------------------------------------------------ outside
 
