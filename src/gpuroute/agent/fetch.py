@@ -51,7 +51,7 @@ async def fetch(
                 return _parsed(await _all_of(reader))
             finally:
                 writer.close()
-    except (OSError, TimeoutError, asyncio.IncompleteReadError, ValueError):
+    except (OSError, TimeoutError, EOFError, ValueError, LookupError, asyncio.LimitOverrunError):
         return SILENT if connected else GONE
 
 

@@ -1,0 +1,271 @@
+"""The command beside a stand-in engine: from the first look to the removed record, with engine and etcd dying between."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import httpx2
+import pytest
+from registry.etcd_server import EtcdCluster
+
+import gpuroute.httpx2
+from gpuroute.core.endpoint import Endpoint
+from gpuroute.registry import open_registry
+from gpuroute.router import Router
+from gpuroute.testing import GpuServer
+from gpuroute.transports.asking import asker_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from gpuroute.core.fleet import Fleet
+
+KEY = "key-of-the-agents"
+
+
+class AgentProcess:
+    """`gpuroute agent` with these options, killed at the end."""
+
+    def __init__(self, *options: str, key: str = KEY) -> None:
+        command = [sys.executable, "-m", "gpuroute", "agent", "--listen", "127.0.0.1:0", "--status", "127.0.0.1:0"]
+        environ = {**os.environ, "GPUROUTE_AGENT_KEY": key}
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen([*command, *options], stdout=pipe, stderr=pipe, env=environ, text=True)
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, self.process.communicate()[1]
+        self.lines: dict[str, str] = json.loads(line)
+
+    def page(self, path: str) -> str:
+        with urllib.request.urlopen(self.lines["status"] + path, timeout=5) as answer:
+            return str(answer.read().decode())
+
+    def load(self, index: int = 0) -> dict[str, Any]:
+        engines = json.loads(self.page("/load"))["engines"]
+        return engines[index] if len(engines) > index else {}
+
+    def state(self) -> str:
+        return str(self.load().get("state"))
+
+    def terminate(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def server() -> Iterator[GpuServer]:
+    with GpuServer(time_scale=0.02) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
+    with EtcdCluster(tmp_path_factory.mktemp("etcd")) as cluster:
+        yield cluster
+
+
+class Eyes:
+    """What a router would see of pool `p`."""
+
+    def __init__(self, url: str) -> None:
+        self.fleets: list[Fleet] = []
+        self._subscription = open_registry(url).subscribe(self.fleets.append)
+
+    def endpoints(self) -> dict[str, Endpoint]:
+        pool = self.fleets[-1].pools.get("p") if self.fleets else None
+        return {endpoint.id: endpoint for endpoint in pool.endpoints} if pool else {}
+
+    def state(self, ident: str) -> str:
+        endpoint = self.endpoints().get(ident)
+        return str(endpoint.state) if endpoint else ""
+
+    def states(self, ident: str) -> list[str]:
+        """The states that it went through."""
+        seen = [{e.id: str(e.state) for e in fleet.pools["p"].endpoints} for fleet in self.fleets if "p" in fleet.pools]
+        found = [states.get(ident, "absent") for states in seen]
+        return [state for number, state in enumerate(found) if not number or found[number - 1] != state]
+
+    def close(self) -> None:
+        self._subscription.close()
+
+
+def test_without_a_registry_it_answers_asks_and_shows_pages(server: GpuServer, eventually: Callable[..., None]) -> None:
+    with AgentProcess("--url", server.url, "--id", "gpu-0", "--warmup", "3") as agent:
+        eventually(lambda: agent.state() == "ready", "the engine is ready")
+        load = agent.load()
+        assert (load["engine"], load["id"]) == ("vllm", "gpu-0")
+        assert load["prefix_cache"]["capacity_tokens"] == load["engine_says"]["kv_tokens"] > 100_000
+        assert server.state()["finished"] == 3, "the passes of the warm-up"
+        assert agent.page("/healthz") == "ok\n"
+        assert 'gpuroute_agent_ready{endpoint="gpu-0"} 1' in agent.page("/metrics").splitlines()
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            agent.page("/else")
+        agent.terminate()
+        assert agent.process.wait(20) == 0
+
+
+def test_calls_ask_take_and_tell(server: GpuServer, eventually: Callable[..., None]) -> None:
+    """End to end over HTTP: a streamed call asks, is taken, is told, and its prefix is known afterwards."""
+    with (
+        GpuServer(time_scale=0.02) as other,
+        AgentProcess("--url", server.url, "--url", other.url, "--id", "a", "--id", "b", "--warmup", "1") as agent,
+    ):
+        eventually(lambda: agent.load(1).get("state") == agent.state() == "ready", "both engines are ready")
+        order = [agent.load(index)["id"] for index in (0, 1)]
+        assert sorted(order) == ["a", "b"]
+        urls = {"a": server.url, "b": other.url}
+        endpoints = [
+            Endpoint(ident, urls[ident], agent=f"{agent.lines['agent']}/{number}") for number, ident in enumerate("ab")
+        ]
+        router = Router(endpoints={"p": endpoints}, agent_key=KEY, asks="on", ask_hashes=True, ask_timeout="2s")
+        asker = asker_of(router)
+        assert asker is not None
+        body = {"prompt": "say it again " * 2_000, "max_tokens": 2, "stream": True}
+        with gpuroute.httpx2.Client(router) as client:
+            for _ in range(3):
+                with client.stream("POST", "http://p/v1/completions", json=body) as response:
+                    response.read()
+            client.post("http://p/v1/completions", json={**body, "stream": False})
+        assert asker.counts.calls == 4
+        eventually(lambda: sum(agent.load(n)["tells"] for n in (0, 1)) == 4, "all calls were told")
+        loads = [agent.load(n) for n in (0, 1)]
+        assert sum(load["takes"] for load in loads) == 4
+        assert sorted(load["takes"] for load in loads) == [0, 4], "the prefix drew the later calls"
+        assert sum(load["told"] > 0 for load in loads) == 1, "streamed answers calibrate the speed"
+        assert sum(load["prefix_cache"]["prefixes"] > 0 for load in loads) == 1
+
+
+def test_the_life_of_a_record(etcd: EtcdCluster, eventually: Callable[..., None], tmp_path: Path) -> None:
+    """warming, ready, warming when the engine dies, ready when it is back, there again after etcd lost it, draining."""
+    eyes = Eyes(f"{etcd.url}/life")
+    gate = tmp_path / "gate"
+    command = f"while [ ! -e {gate} ]; do sleep 0.05; done"
+    first = GpuServer.spawn(time_scale=0.02)
+    options = ["--registry", f"{etcd.url}/life", "--pool", "p", "--ttl", "2", "--warmup-command", command]
+    with first, AgentProcess("--url", first.url, "--id", "gpu-0", "--zone", "z", *options) as agent:
+        eventually(lambda: eyes.state("gpu-0") == "warming", "it is registered before it is warm")
+        gate.touch()
+        eventually(lambda: eyes.state("gpu-0") == "ready", "it is ready once the warm-up has ended")
+        record = eyes.endpoints()["gpu-0"]
+        assert (record.engine, record.agent, record.zone) == ("vllm", agent.lines["agent"], "z")
+        epoch = agent.load()["epoch"]
+        gate.unlink()
+        first.kill()
+        eventually(lambda: eyes.state("gpu-0") == "warming", "a dead engine takes no calls")
+        assert agent.state() == "gone"
+        gate.touch()
+        with GpuServer.spawn(time_scale=0.02, port=first.port):
+            eventually(lambda: eyes.state("gpu-0") == "ready", "the engine's successor is ready")
+            assert agent.load()["restarts"] == 1
+            assert agent.load()["epoch"] >= epoch
+            etcd.members[0].kill()
+            etcd.members[0].start()
+            etcd.wait_healthy()
+            eventually(lambda: eyes.state("gpu-0") == "ready", "etcd's restart changes nothing", within=20)
+            agent.terminate()
+            eventually(lambda: "draining" in eyes.states("gpu-0"), "leaving is announced")
+            assert agent.process.wait(20) == 0
+            eventually(lambda: "gpu-0" not in eyes.endpoints(), "the record is removed", within=20)
+    eyes.close()
+    assert eyes.states("gpu-0")[:4] == ["warming", "ready", "warming", "ready"]
+
+
+def test_draining_waits_for_running_calls(eventually: Callable[..., None]) -> None:
+    with GpuServer(time_scale=1.0) as server, AgentProcess("--url", server.url, "--warmup", "0") as agent:
+        eventually(lambda: agent.state() == "ready", "the engine is ready")
+        body = {"prompt": "x", "max_tokens": 300, "stream": True}
+        with httpx2.stream("POST", f"{server.url}/v1/completions", json=body, timeout=30) as response:
+            chunks = response.iter_raw()
+            next(chunks)
+            agent.terminate()
+            eventually(lambda: agent.state() == "draining", "bids say that it drains")
+            eventually(lambda: agent.load()["running"] == 1, "it sees the call")
+            assert agent.process.poll() is None
+            for _ in chunks:
+                pass
+        assert agent.process.wait(20) == 0
+
+
+def test_draining_ends_when_its_time_is_over(eventually: Callable[..., None]) -> None:
+    with (
+        GpuServer(time_scale=1.0) as server,
+        AgentProcess("--url", server.url, "--warmup", "0", "--drain", "1.5s") as agent,
+    ):
+        eventually(lambda: agent.state() == "ready", "the engine is ready")
+        server.hang()
+        body = {"prompt": "x", "max_tokens": 300, "stream": True}
+        with httpx2.stream("POST", f"{server.url}/v1/completions", json=body, timeout=30):
+            eventually(lambda: agent.load()["engine_says"]["waiting"] + agent.load()["running"] > 0, "it sees the call")
+            agent.terminate()
+            assert agent.process.wait(20) == 1
+
+
+def test_a_hung_engine_is_told_from_a_busy_one(server: GpuServer, eventually: Callable[..., None]) -> None:
+    with AgentProcess("--url", server.url, "--warmup", "0", "--hung-after", "1.5s") as agent:
+        eventually(lambda: agent.state() == "ready", "the engine is ready")
+        server.hang()
+        with httpx2.stream("POST", f"{server.url}/v1/completions", json={"prompt": "x", "stream": True}, timeout=30) as r:
+            eventually(lambda: agent.state() == "hung", "work that stands still")
+            server.resume()
+            r.read()
+        eventually(lambda: agent.state() == "ready", "it works again")
+
+
+def test_a_warm_up_that_fails_is_tried_again(server: GpuServer, eventually: Callable[..., None]) -> None:
+    server.answer(500, count=1)
+    with AgentProcess("--url", server.url, "--warmup", "2") as agent:
+        eventually(lambda: agent.state() == "ready", "ready at the second try")
+        assert server.state()["finished"] == 2
+    assert server.state()["answered"] == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["--listen", "0.0.0.0:0"], "GPUROUTE_AGENT_KEY"),
+        (["--listen", "nowhere"], "HOST:PORT"),
+        (["--registry", "file:///x.toml"], "etcd://"),
+        (["--pool", "Not A Pool"], "pool name"),
+        (["--id", "a", "--id", "b"], "as often as --url"),
+        (["--record", "/no/such/file"], "--record"),
+    ],
+)
+def test_what_can_never_work_is_refused_at_once(options: list[str], complaint: str) -> None:
+    command = [sys.executable, "-m", "gpuroute", "agent", "--listen", "127.0.0.1:0", "--status", "127.0.0.1:0", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 2
+    assert complaint in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_key_is_not_logged(server: GpuServer, eventually: Callable[..., None]) -> None:
+    with AgentProcess("--url", server.url, "--warmup", "1", key="a-key-to-look-for") as agent:
+        eventually(lambda: agent.state() == "ready", "the engine is ready")
+        pages = agent.page("/load") + agent.page("/metrics")
+        agent.terminate()
+        out, err = agent.process.communicate(timeout=20)
+    assert "a-key-to-look-for" not in out + err + pages
+
+
+def test_it_stays_small(server: GpuServer, eventually: Callable[..., None]) -> None:
+    with AgentProcess("--url", server.url, "--warmup", "1") as agent:
+        eventually(lambda: agent.state() == "ready", "the engine is ready")
+        status = Path(f"/proc/{agent.process.pid}/status")
+        if not status.exists():
+            pytest.skip("no /proc here")
+        resident = next(line for line in status.read_text().splitlines() if line.startswith("VmRSS"))
+        assert int(resident.split()[1]) < 60 * 1024

@@ -1,0 +1,343 @@
+"""The asking side: what a call learns before it is sent, and what it never waits for or falls for."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+from agent.stage import KEY, AgentThread, call_of, closed_port, desks, router_of
+
+from gpuroute.agent.book import Sample
+from gpuroute.agent.desk import Desk
+from gpuroute.config import Settings
+from gpuroute.core.asking import EngineState, Kind, open_message
+from gpuroute.core.endpoint import Endpoint
+from gpuroute.core.outcome import Outcome
+from gpuroute.router import Router
+from gpuroute.transports.asking import SILENT_AFTER, Asker, asker_of
+
+TWO = desks(2)
+
+
+def asked(asker: Asker, call: object, how: str) -> object:
+    return asker.ask(call) if how == "sync" else asyncio.run(asker.ask_async(call))
+
+
+both = pytest.mark.parametrize("how", ["sync", "async"])
+
+
+@both
+def test_the_endpoint_that_says_less_is_picked(how: str) -> None:
+    with AgentThread(desks(2)) as agent:
+        router, asker = router_of(agent.endpoints())
+        agent.desks[0].take(1, 90_000, 90_000, time.monotonic())
+        for _ in range(5):
+            call = call_of(router)
+            asking = asked(asker, call, how)
+            attempt = call.next_attempt(router.clock())
+            assert attempt.state.id == "gpu-1"
+            attempt.first_token(router.clock())
+            asking.tell(attempt, 0.1)
+            call.finish(attempt, Outcome.SUCCESS, router.clock())
+
+
+@both
+def test_bids_are_the_agents_own_words(how: str) -> None:
+    with AgentThread(desks(2)) as agent:
+        agent.desks[1].sampled(Sample(time.monotonic(), running=7, waiting=2, kv_usage=0.25, queued_tokens=1_234))
+        router, asker = router_of(agent.endpoints())
+        call = call_of(router)
+        asking = asked(asker, call, how)
+        _wait(lambda: len(asking.bids) == 2, asker, how)
+        bid = call.ask.bids["gpu-1"]
+        assert (bid.running, bid.queued_tokens, bid.epoch, bid.matched_tokens) == (7, 1_234, 1, -1)
+        assert call.pool.snapshot.by_id["gpu-1"].report == bid, "it also teaches the endpoint's state"
+
+
+def _wait(condition: object, asker: Asker, how: str) -> None:
+    """All but one answer is enough for a call; here the last one is waited for too."""
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline
+        for line in asker._lines:
+            line.drain(line.sockets.values())
+        for line in asker._loops.values():
+            line.drain(line.sockets.values())
+
+
+@both
+def test_take_and_tell_reach_the_agent(how: str, eventually: object) -> None:
+    with AgentThread(desks(2)) as agent:
+        router, asker = router_of(agent.endpoints())
+        call = call_of(router, 6_000)
+        asking = asked(asker, call, how)
+        attempt = call.next_attempt(router.clock())
+        asking.take(attempt)
+        desk = next(desk for desk in agent.desks if desk.id == attempt.state.id)
+        eventually(lambda: desk.takes == 1, "the take has arrived")
+        assert desk.book.queued_tokens(time.monotonic()) == attempt.uncached == 6_000
+        for _ in range(3):
+            asking.tell(attempt, 0.25, 2_000)
+        eventually(lambda: desk.tells == 1, "the tell has arrived")
+        assert desk.book.queued_tokens(time.monotonic()) == 0
+        other = next(desk for desk in agent.desks if desk.id != attempt.state.id)
+        assert (other.takes, other.tells) == (0, 0)
+
+
+@both
+@pytest.mark.parametrize("agents", ["closed", "frozen"])
+def test_agents_that_do_not_answer_cost_the_timeout_and_nothing_else(how: str, agents: str) -> None:
+    with AgentThread(desks(2), lose=lambda _: True) as frozen:
+        port = closed_port() if agents == "closed" else frozen.port
+        made = [Endpoint(f"gpu-{n}", "http://127.0.0.1:1", agent=f"udp://127.0.0.1:{port}/{n}") for n in range(2)]
+        router, asker = router_of(made, ask_timeout="20ms")
+        call = call_of(router)
+        began = time.monotonic()
+        asking = asked(asker, call, how)
+        assert time.monotonic() - began < 1.0
+        assert asking.bids == {}
+        assert call.next_attempt(router.clock()).state.id in {"gpu-0", "gpu-1"}
+        assert asker.counts.timeouts == 1
+
+
+def test_silent_agents_are_asked_less_and_less_and_heard_again() -> None:
+    mute = [True]
+    with AgentThread(desks(2), lose=lambda _: mute[0]) as agent:
+        router, asker = router_of(agent.endpoints(), ask_timeout="1ms")
+        for _ in range(SILENT_AFTER):
+            assert asker.ask(call_of(router)) is not None
+        assert asker.ask(call_of(router)) is None, "both are left alone for a while"
+        for peer in asker._peers.values():
+            assert peer.muted_until > router.clock()
+            peer.muted_until = 0.0
+        mute[0] = False
+        asker.timeout = 2.0
+        assert asker.ask(call_of(router)).bids
+        assert {peer.misses for peer in asker._peers.values()} & {0}
+
+
+@both
+def test_all_but_one_is_enough(how: str) -> None:
+    with AgentThread(desks(3)) as agent:
+        dead = f"udp://127.0.0.1:{closed_port()}"
+        endpoints = [*agent.endpoints()[:1], replace(agent.endpoints()[1], agent=dead)]
+        router, asker = router_of(endpoints, ask_timeout="30s")
+        began = time.monotonic()
+        asking = asked(asker, call_of(router), how)
+        assert time.monotonic() - began < 10
+        assert set(asking.bids) == {"gpu-0"}
+
+
+def test_lost_answers_exclude_nobody() -> None:
+    """One endpoint never answers; it still gets calls."""
+    with AgentThread(desks(2), lose=lambda data: open_message(data)[0].engine == 0) as agent:
+        router, asker = router_of(agent.endpoints(), ask_timeout="5ms")
+        picked = set()
+        for _ in range(200):
+            call = call_of(router, 100)
+            asking = asker.ask(call)
+            attempt = call.next_attempt(router.clock())
+            if asking is not None:
+                asking.take(attempt)  # never told: the answering engine looks busier with each call
+            picked.add(attempt.state.id)
+        assert picked == {"gpu-0", "gpu-1"}
+
+
+def test_a_late_bid_still_teaches() -> None:
+    with AgentThread(desks(2)) as agent:
+        router, asker = router_of(agent.endpoints())
+        call = call_of(router)
+        asker.timeout = 0.0
+        asking = asker.ask(call)
+        assert asking.bids == {}
+        _wait(lambda: len(asking.bids) == 2, asker, "sync")
+        assert asker.counts.late == 2
+        assert all(state.report is not None for state in call.pool.snapshot.states)
+
+
+def test_a_wrong_port_is_noticed() -> None:
+    with AgentThread(desks(2)) as agent:
+        first, second = agent.endpoints()
+        router, asker = router_of(
+            [replace(first, agent=second.agent), replace(second, agent=first.agent)], ask_timeout="50ms"
+        )
+        asking = asker.ask(call_of(router))
+        assert asking.bids == {}
+        assert asker.counts.strangers == 2
+
+
+def test_a_forged_bid_is_ignored() -> None:
+    with AgentThread(desks(2), key="another") as agent:
+        router, asker = router_of(agent.endpoints(), agent_key="another")
+        assert asker.ask(call_of(router)).bids
+    forger = AgentThread(desks(2), key="")
+    forger.answers._open = lambda data: (*open_message(data), b"")  # takes anything, signs nothing
+    with forger:
+        router, asker = router_of(forger.endpoints(), ask_timeout="50ms")
+        assert asker.ask(call_of(router)).bids == {}
+        assert asker.counts.garbled == 2
+
+
+@pytest.mark.parametrize("state", [EngineState.WARMING, EngineState.DRAINING, EngineState.HUNG, EngineState.GONE])
+def test_an_engine_that_takes_no_calls_is_the_last_choice_and_still_one(state: EngineState) -> None:
+    with AgentThread(desks(2)) as agent:
+        router, asker = router_of(agent.endpoints())
+        agent.desks[0].state = state
+        agent.desks[1].take(1, 100_000, 100_000, time.monotonic())
+        call = call_of(router)
+        asking = asker.ask(call)
+        _wait(lambda: len(asking.bids) == 2, asker, "sync")
+        assert call.next_attempt(router.clock()).state.id == "gpu-1"
+        agent.desks[1].state = state
+        call = call_of(router)
+        asking = asker.ask(call)
+        _wait(lambda: len(asking.bids) == 2, asker, "sync")
+        attempt = call.next_attempt(router.clock())
+        asking.take(attempt)
+        assert attempt.queued <= 105_000, "the charge is no queue to learn a speed from"
+        assert call.pool.shared.speeds.backlog < 200_000
+
+
+# ---------------------------------------------------------------------------------------------- when not
+
+
+def test_off_and_no_agents_cost_nothing() -> None:
+    plain = [Endpoint("a", "http://127.0.0.1:1"), Endpoint("b", "http://127.0.0.1:2")]
+    router, asker = router_of(plain)
+    assert not asker.covers(router.pool("p"))
+    assert asker.ask(call_of(router)) is None
+    assert not asker._lines
+    off = Router(endpoints={"p": plain}, asks="off")
+    assert asker_of(off) is None
+
+
+def test_policies_that_do_not_compare_seconds_do_not_ask() -> None:
+    with AgentThread(desks(2)) as agent:
+        router, asker = router_of(agent.endpoints(), policy="p2c")
+        assert asker.ask(call_of(router)) is None
+        assert asker.counts.asks == 0
+
+
+def test_auto_asks_only_where_it_pays() -> None:
+    with AgentThread(desks(2)) as agent:
+        router, asker = router_of(agent.endpoints(), asks="auto")
+        asker.round_trip = 0.0004
+        assert asker.ask(call_of(router, 50_000)) is not None, "2.5 s of prefill for 0.4 ms"
+        asker.round_trip = 0.004
+        assert asker.ask(call_of(router, 200)) is None, "10 ms of work are not worth 4 ms"
+        assert asker.ask(call_of(router, 50_000)) is not None
+
+
+def test_hashes_are_sent_only_where_the_pool_opts_in_and_differ_between_tenants() -> None:
+    seen: list[tuple[int, ...]] = []
+    desk = Desk("gpu-0")
+    bid = desk.bid
+    desk.bid = lambda id_, tokens, hashes, now: seen.append(hashes) or bid(id_, tokens, hashes, now)
+    with AgentThread([desk, Desk("gpu-1")]) as agent:
+        ladder = (1, 2, 3)
+        for settings in (
+            {},
+            {"ask_hashes": True},
+            {"ask_hashes": True, "tenant": "a"},
+            {"ask_hashes": True, "tenant": "b"},
+        ):
+            router, asker = router_of(agent.endpoints(), **settings)
+            asking = asker.ask(call_of(router, ladder=ladder))
+            _wait(lambda asking=asking: len(asking.bids) == 2, asker, "sync")
+    assert seen[0] == ()
+    assert seen[1] == ladder
+    assert len({*seen}) == 4
+    assert not {*seen[2]} & {*seen[3]}
+
+
+# ---------------------------------------------------------------------------------------------- threads, loops, forks
+
+
+def test_threads_ask_side_by_side() -> None:
+    with AgentThread(desks(4)) as agent:
+        router, asker = router_of(agent.endpoints())
+        answered: list[int] = []
+
+        def work() -> None:
+            answered.extend(len(asker.ask(call_of(router)).bids) for _ in range(50))
+
+        threads = [threading.Thread(target=work) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(answered) == 400
+        assert sum(map(bool, answered)) >= 396
+        assert len(asker._lines) <= 8, "as many sockets as threads that ask at once"
+
+
+def test_tasks_share_one_socket_and_a_cancelled_one_leaves_nothing() -> None:
+    with AgentThread(desks(4)) as agent:
+        router, asker = router_of(agent.endpoints())
+
+        async def main() -> None:
+            found = await asyncio.gather(*(asker.ask_async(call_of(router)) for _ in range(50)))
+            assert all(asking.bids for asking in found)
+            (line,) = asker._loops.values()
+            assert len(line.sockets) == 1
+            agent._lose = lambda _: True
+            task = asyncio.create_task(asker.ask_async(call_of(router)))
+            while not line._waiting:
+                await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert not line._waiting
+
+        asyncio.run(main())
+
+
+def test_each_loop_has_a_socket_of_its_own() -> None:
+    with AgentThread(desks(2)) as agent:
+        router, asker = router_of(agent.endpoints())
+        for _ in range(3):
+            assert asyncio.run(asker.ask_async(call_of(router))).bids
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_child_asks_by_sockets_of_its_own() -> None:
+    with AgentThread(desks(2)) as agent:
+        router, asker = router_of(agent.endpoints())
+        assert asker.ask(call_of(router)).bids
+        (line,) = asker._lines
+        child = os.fork()
+        if child == 0:
+            ok = not asker._lines and bool(asker.ask(call_of(router)).bids)
+            os._exit(0 if ok else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert asker._lines[0] is line
+        assert asker.ask(call_of(router)).bids
+
+
+# ---------------------------------------------------------------------------------------------- secrets
+
+
+def test_the_key_is_shown_nowhere(caplog: pytest.LogCaptureFixture, tmp_path: object) -> None:
+    caplog.set_level(logging.DEBUG)
+    with AgentThread(desks(2), key="other") as agent:
+        router, asker = router_of(agent.endpoints(), ask_timeout="10ms")
+        asking = asker.ask(call_of(router))
+        shown = [repr(x) for x in (router, router.settings, router.snapshot(), asker, asking, agent.answers)]
+        shown += [caplog.text, str(router.settings.effective()), str(asker.counts.as_dict())]
+    assert not [text for text in shown if KEY in text]
+
+
+def test_the_key_can_come_from_a_file(tmp_path: object) -> None:
+    path = tmp_path / "key"
+    path.write_text("from-file\n")
+    settings = Settings.from_env({"GPUROUTE_AGENT_KEY_FILE": str(path)})
+    assert Asker(settings, time.monotonic).secret == b"from-file"
+
+
+def test_kinds_of_messages_are_the_documented_ones() -> None:
+    assert [kind.name for kind in Kind] == ["ASK", "BID", "TAKE", "TELL"]
