@@ -104,6 +104,7 @@ def test_two_random_are_distinct_and_every_pair_is_equally_likely() -> None:
     two = TwoRandom(stage.pool.snapshot.routable, Random(2).random)
     pairs = Counter(tuple(state.id for state in two(NOTHING_ASKED)) for _ in range(PICKS))
     assert len(pairs) == 12
+    assert all(one != other for one, other in pairs)
     assert all(abs(count / PICKS - 1 / 12) <= bound(1 / 12) for count in pairs.values())
 
 

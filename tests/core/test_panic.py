@@ -118,6 +118,14 @@ def test_b6_panic_respects_capacity() -> None:
         stage.start()
 
 
+def test_b6_in_panic_too_a_retry_goes_elsewhere() -> None:
+    for seed in range(20):
+        stage = Stage(3, seed=seed, outliers=NO_EJECTION, breaker=BreakerRules(failures=1, open_s=60.0))
+        stage.drive(lambda _: REFUSED, attempts=3)
+        assert all(state.breaker.state is BreakerState.OPEN for state in stage.pool.snapshot.states)
+        assert len(set(places(stage.drive(lambda _: REFUSED, attempts=3)))) == 3
+
+
 def test_b6_panic_share_spreads_over_the_sick_before_the_last_healthy_one_drowns() -> None:
     stage = Stage(10, outliers=NO_EJECTION, panic_share=0.2)
     for name in [f"gpu-{n}" for n in range(9)]:
