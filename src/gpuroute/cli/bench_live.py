@@ -16,17 +16,20 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpuroute.core.endpoint import Endpoint, Gpu
+from gpuroute.forms import parse_duration
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
     from multiprocessing.connection import Connection
 
+    from gpuroute.router import Router
     from gpuroute.sim.traces import Request
 
 POOL = "live"
@@ -70,6 +73,7 @@ class Scene:
     warmup: float
     window: float
     common: int
+    ask_timeout: float
     seed: int
 
 
@@ -89,6 +93,7 @@ def add_parser(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     add("--warmup", type=float, default=60.0, help="GPU seconds before measuring (default: %(default)s)")
     add("--window", type=float, default=120.0, help="GPU seconds measured in each turn (default: %(default)s)")
     add("--rounds", type=int, default=1, help="turns of each policy (default: %(default)s)")
+    add("--ask-timeout", type=parse_duration, default=0.003, help="wall seconds (default: 3ms)")
     add("--seed", type=int, default=0, help="which slice (default: %(default)s)")
     add("--json", action="store_true", help="print JSON alone")
 
@@ -106,6 +111,7 @@ def run(args: argparse.Namespace) -> int:
         warmup=args.warmup,
         window=args.window,
         common=args.common_blocks,
+        ask_timeout=args.ask_timeout,
         seed=args.seed,
     )
     rows = measure(scene, args.policies.split(","), args.rounds)
@@ -126,6 +132,7 @@ def measure(scene: Scene, names: Sequence[str], rounds: int) -> list[dict[str, A
     import gpuroute.httpx2  # noqa: F401  (once, before the clients are forked)
 
     found: dict[str, list[Call]] = {name: [] for name in names}
+    asked: dict[str, Counter[str]] = {name: Counter() for name in names}
     with ExitStack() as stack:
         clients = _start_clients(scene, stack)
         endpoints = _start_fleet(scene, stack)
@@ -137,11 +144,14 @@ def measure(scene: Scene, names: Sequence[str], rounds: int) -> list[dict[str, A
             turn = Turn(number, policy, bool(asks), time.monotonic() + LEAD_S)
             for pipe in clients:
                 pipe.send(turn)
-            found[name] += [call for pipe in clients for call in pipe.recv()]
-    return [_row(name, calls, scene) for name, calls in found.items()]
+            for pipe in clients:
+                calls, counts = pipe.recv()
+                found[name] += calls
+                asked[name].update(counts)
+    return [_row(name, calls, asked[name], scene) for name, calls in found.items()]
 
 
-def _row(name: str, calls: list[Call], scene: Scene) -> dict[str, Any]:
+def _row(name: str, calls: list[Call], counts: Counter[str], scene: Scene) -> dict[str, Any]:
     policy, _, asks = name.partition("+")
     counted = [call for call in calls if call.at >= scene.warmup]
     ttfts = sorted(call.ttft / scene.time_scale for call in counted if call.ttft is not None) or [0.0]
@@ -160,6 +170,8 @@ def _row(name: str, calls: list[Call], scene: Scene) -> dict[str, Any]:
         "cached_share": round(sum(call.cached for call in counted) / prompt, 4) if prompt else 0.0,
         "failed": sum(call.ttft is None for call in counted),
         "calls": len(counted),
+        "answered_share": round((counts["answers"] - counts["late"]) / counts["asks"], 4) if counts["asks"] else None,
+        "timeout_share": round(counts["timeouts"] / counts["calls"], 4) if counts["calls"] else None,
     }
 
 
@@ -225,7 +237,7 @@ def _start_clients(scene: Scene, stack: ExitStack) -> list[Connection]:
     pipes = []
     for number in range(scene.clients):
         here, there = fork.Pipe()
-        process = fork.Process(target=_client, args=(there, rows[number :: scene.clients], scene.time_scale), daemon=True)
+        process = fork.Process(target=_client, args=(there, rows[number :: scene.clients], scene), daemon=True)
         process.start()
         there.close()
         stack.callback(process.kill)
@@ -233,18 +245,19 @@ def _start_clients(scene: Scene, stack: ExitStack) -> list[Connection]:
     return pipes
 
 
-def _client(pipe: Connection, rows: list[Request], scale: float) -> None:
+def _client(pipe: Connection, rows: list[Request], scene: Scene) -> None:
     """One client process: its own routers, one for each policy, that live through all its turns."""
     with asyncio.Runner() as runner:
-        runner.run(_serve(pipe, rows, scale))
+        runner.run(_serve(pipe, rows, scene))
 
 
-async def _serve(pipe: Connection, rows: list[Request], scale: float) -> None:
+async def _serve(pipe: Connection, rows: list[Request], scene: Scene) -> None:
     from gpuroute.httpx2 import AsyncClient
     from gpuroute.router import Router
 
     endpoints: list[Endpoint] = pipe.recv()
     clients: dict[tuple[str, bool], AsyncClient] = {}
+    routers: dict[tuple[str, bool], Router] = {}
     while True:
         try:
             turn: Turn = await asyncio.to_thread(pipe.recv)
@@ -253,9 +266,23 @@ async def _serve(pipe: Connection, rows: list[Request], scale: float) -> None:
         kind = turn.policy, turn.asks
         if kind not in clients:
             how: dict[str, Any] = {"asks": "on" if turn.asks else "off", "ask_hashes": turn.asks, "agent_key": KEY}
+            how["ask_timeout"] = scene.ask_timeout
             router = Router(endpoints={POOL: endpoints}, policy=turn.policy, **how)
-            clients[kind] = AsyncClient(router, timeout=300.0)
-        pipe.send(await _replay(clients[kind], rows, scale, turn))
+            clients[kind], routers[kind] = AsyncClient(router, timeout=300.0), router
+        calls = await _replay(clients[kind], rows, scene.time_scale, turn)
+        pipe.send((calls, _counts(routers[kind])))
+
+
+def _counts(router: Router) -> dict[str, int]:
+    """What its asks came to since the last time."""
+    from gpuroute.transports.asking import asker_of
+
+    asker = asker_of(router)
+    if asker is None:
+        return {}
+    counts = asker.counts.as_dict()
+    asker.counts.clear()
+    return counts
 
 
 async def _replay(client: Any, rows: list[Request], scale: float, turn: Turn) -> list[Call]:

@@ -74,6 +74,10 @@ class Counts:
     __slots__ = ("answers", "asks", "calls", "garbled", "late", "strangers", "timeouts")
 
     def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Start again from zero."""
         self.calls = self.asks = self.answers = self.late = self.timeouts = self.garbled = self.strangers = 0
 
     def as_dict(self) -> dict[str, int]:
