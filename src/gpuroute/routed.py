@@ -24,6 +24,8 @@ class RoutedAttempt:
     Leaving the block ends it: SUCCESS, or by the exception. Say more with `first_token`, `overloaded`, `failed`.
     """
 
+    __slots__ = ("_arguments", "_attempt", "_call", "_failures", "_router")
+
     def __init__(
         self, router: Router, pool: str, key: str | None, tokens: int, failures: tuple[type[BaseException], ...]
     ) -> None:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from gpuroute.core.hidden import HiddenHeaders
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -58,7 +60,7 @@ class Tls:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Immutable identity of one endpoint. `headers` are secret: they never appear in `repr`."""
+    """Immutable identity of one endpoint. `headers` are secret: their values never appear in `repr` or a dump."""
 
     id: str
     url: str
@@ -81,6 +83,10 @@ class Endpoint:
     price: float = 0.0
     agent: str = ""
     labels: Mapping[str, str] = field(default_factory=no_entries, hash=False)
+
+    def __post_init__(self) -> None:
+        if type(self.headers) is not HiddenHeaders:
+            object.__setattr__(self, "headers", HiddenHeaders(self.headers))
 
     @property
     def takes_calls(self) -> bool:
