@@ -122,7 +122,7 @@ def test_silent_agents_are_asked_less_and_less_and_heard_again() -> None:
 
 
 @both
-def test_all_but_one_is_enough(how: str) -> None:
+def test_the_last_answer_is_not_waited_for_long(how: str) -> None:
     with AgentThread(desks(3)) as agent:
         dead = f"udp://127.0.0.1:{closed_port()}"
         endpoints = [*agent.endpoints()[:1], replace(agent.endpoints()[1], agent=dead)]

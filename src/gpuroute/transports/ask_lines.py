@@ -1,5 +1,8 @@
 """The sockets that asks leave by and bids come back to: one for each loop, or for each thread that asks just now.
 
+The last of the answers is waited for only as long again as the others took: it may be lost. Without it the pick is worse
+(0.66 against 0.55 s mean TTFT live when all but one were enough), so it is not given up at once.
+
 Plain non-blocking sockets with `add_reader` or `poll`: an asyncio DatagramTransport costs half as much again (measured
 190 against 250-340 us of CPU for a call with six asks). Nothing here raises: what cannot be sent is "no report".
 """
@@ -38,8 +41,8 @@ class Listener(Protocol):
     started: float
 
     @property
-    def enough(self) -> bool:
-        """Whether to wait no longer."""
+    def missing(self) -> int:
+        """How many have not answered."""
 
     def heard(self, data: bytes, source: Address, now: float) -> None:
         """A datagram with this id arrived. Never raises."""
@@ -87,7 +90,7 @@ class Line:
                     listener = self.listeners.get(id_of(data))
                     if listener is not None:
                         listener.heard(data, source, now)
-                        self._enough(listener)
+                        self._heard(listener)
 
     def _open(self, family: int) -> socket.socket | None:
         try:
@@ -102,7 +105,7 @@ class Line:
     def _opened(self, sock: socket.socket) -> None:
         raise NotImplementedError
 
-    def _enough(self, listener: Listener) -> None:
+    def _heard(self, listener: Listener) -> None:
         """Somebody heard something."""
 
     def close(self) -> None:
@@ -126,13 +129,15 @@ class ThreadLine(Line):
         self._poll.register(sock, select.POLLIN)
 
     def wait(self, listener: Listener, timeout: float) -> None:
-        """Block until the listener heard enough, `timeout` seconds at most."""
+        """Block until all have answered, `timeout` seconds at most."""
         until = time.monotonic() + timeout
-        while not listener.enough:
+        while listener.missing:
             left = until - time.monotonic()
             if left <= 0 or not self._poll.poll(max(1.0, left * 1e3)):
                 return
             self.drain(self.sockets.values())
+            if listener.missing == 1:
+                until = min(until, 2 * time.monotonic() - listener.started)
 
 
 class LoopLine(Line):
@@ -146,15 +151,17 @@ class LoopLine(Line):
     def _opened(self, sock: socket.socket) -> None:
         self._loop.add_reader(sock, self.drain, (sock,))
 
-    def _enough(self, listener: Listener) -> None:
+    def _heard(self, listener: Listener) -> None:
         waiter = self._waiting.get(listener.id)
-        if waiter is not None and listener.enough and not waiter.done():
-            waiter.set_result(None)
+        if waiter is not None and listener.missing == 0:
+            _wake(waiter)
+        elif waiter is not None and listener.missing == 1:
+            self._loop.call_later(time.monotonic() - listener.started, _wake, waiter)
 
     async def wait(self, listener: Listener, timeout: float) -> None:
-        """Wait until the listener heard enough, `timeout` seconds at most."""
+        """Wait until all have answered, `timeout` seconds at most."""
         waiter = self._waiting[listener.id] = self._loop.create_future()
-        timer = self._loop.call_later(timeout, _late, waiter)
+        timer = self._loop.call_later(timeout, _wake, waiter)
         try:
             await waiter
         finally:
@@ -169,6 +176,6 @@ class LoopLine(Line):
         super().close()
 
 
-def _late(waiter: asyncio.Future[None]) -> None:
+def _wake(waiter: asyncio.Future[None]) -> None:
     if not waiter.done():
         waiter.set_result(None)

@@ -5,9 +5,10 @@
 went. One datagram each (layout: `core.asking`). Whatever is lost, late, forged or garbled is "no report": the endpoint
 is compared by this process's own memory, it is never excluded and nothing raises.
 
-A call waits `ask_timeout` at most, or until all but one have answered; late bids still teach. An agent that is silent
-time and again is asked more and more rarely. Nothing of this happens, and nothing is paid for it, where no endpoint of
-the pool has an agent, where the policy does not compare seconds, or where asks are off.
+A call waits `ask_timeout` at most, or until all have answered, for the last as long again as for the others; late bids
+still teach. An agent that is silent time and again is asked more and more rarely. Nothing of this happens, and nothing
+is paid for it, where no endpoint of the pool has an agent, where the policy does not compare seconds, or where asks are
+off.
 """
 
 from __future__ import annotations
@@ -271,9 +272,9 @@ class Asking:
     # ------------------------------------------------------------------------------------------ bids
 
     @property
-    def enough(self) -> bool:
-        """True if all but one have answered."""
-        return len(self.bids) >= max(1, len(self._asked) - 1)
+    def missing(self) -> int:
+        """How many have not answered."""
+        return len(self._asked) - len(self.bids)
 
     def heard(self, data: bytes, source: Address, now: float) -> None:
         """A bid, perhaps."""
@@ -313,7 +314,7 @@ class Asking:
         """The wait is over: what was answered counts for the next pick."""
         self._waits = False
         self._call.ask.bids = self.bids
-        if not self.enough:
+        if self.missing > 1 or not self.bids:
             now = self._asker.clock()
             self._asker.counts.timeouts += 1
             for state, peer in self._asked.values():
