@@ -70,6 +70,10 @@ class Watch:
         return "".join(map(_text_of, self._events())) if self._is_events else ""
 
     def _count(self, data: bytes) -> None:
+        if data.endswith(b"\n\n"):  # as engines write: whole events
+            self.events += data.count(b"\n\n")
+            self._pending = b""
+            return
         end = _after_last_event(data, len(data))
         self.events += data.count(b"\n\n", 0, end) + data.count(b"\r\n\r\n", 0, end)
         self._pending = data[end:][-TAIL:]

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from gpuroute.transports.trips import Trip
 
 
+BURST_S = 0.001
+"""Pieces that follow each other more closely came in one packet: that says nothing of the endpoint's pace."""
+
+
 class _Delivery:
     """What both streams share: the trip, the source, and the chunk that was read before the response was handed out."""
 
@@ -36,7 +40,9 @@ class _Delivery:
         # An attempt that ended before its body (an error status) is not watched: the body is the message.
         if chunk is not None and trip.watch is not None and trip.attempt.outcome is None:
             trip.watch.add(chunk)
-            trip.attempt.chunk(trip.settled.clock())
+            now = trip.settled.clock()
+            if now - trip.attempt.last > BURST_S:
+                trip.attempt.chunk(now)
         return chunk
 
     # `_open` falls last: an interrupt on the way leaves the end to `close` or to the garbage collector.
