@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 PASSES = 50
 PASS_TIMEOUT_S = 60.0
 SPEAKS_OPENAI = frozenset({"vllm", "sglang", "tensorrt_llm", "tgi", "llamacpp", "openai", "ray_serve"})
-_LENGTHS = (4, 16, 64, 256)
+_LENGTHS = (1, 4, 16, 64)
 
 
 async def warm_up(watch: Watch, passes: int, command: str = "", headers: Mapping[str, str] | None = None) -> str:

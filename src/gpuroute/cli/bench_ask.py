@@ -14,6 +14,7 @@ import select
 import socket
 import statistics
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +22,18 @@ from gpuroute.agent.answers import Answers
 from gpuroute.agent.desk import Desk
 from gpuroute.agent.server import UdpServer, open_socket
 from gpuroute.core.asking import AskBody, encode_ask
+from gpuroute.core.endpoint import Endpoint
+from gpuroute.core.outcome import Outcome
+from gpuroute.router import Router
+from gpuroute.transports.asking import Asker, asker_of
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Callable, Iterator
     from multiprocessing.connection import Connection
+
+    from gpuroute.core.call import Call
+    from gpuroute.transports.asking import Asking
 
 KEY = b"bench"
 BATCH = 32
@@ -41,7 +50,7 @@ def add_parser(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print."""
-    result: dict[str, Any] = measure_agent(args.seconds, args.rate)
+    result: dict[str, Any] = {**measure_agent(args.seconds, args.rate), **measure_client()}
     if args.json:
         print(json.dumps(result))
         return 0
@@ -53,24 +62,30 @@ def run(args: argparse.Namespace) -> int:
 # ---------------------------------------------------------------------------------------------- the agent
 
 
-def measure_agent(seconds: float, rate: int) -> dict[str, float]:
-    """Figures of one agent process over loopback."""
+@contextmanager
+def agent_process(engines: int) -> Iterator[tuple[int, list[int]]]:
+    """Process id and ports of so many agents in one process, each beside an engine."""
     here, there = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=serve, args=(there,), daemon=True)
+    process = multiprocessing.get_context("spawn").Process(target=serve, args=(there, engines), daemon=True)
     process.start()
     there.close()
     try:
-        address = ("127.0.0.1", here.recv())
-        _flood(address, 0.3)  # warm
-        start = _cpu_of(process.pid or 0)
-        answered, took = _flood(address, seconds)
-        busy = _cpu_of(process.pid or 0) - start
-        times = _paced(address, seconds, rate)
-        resident = _resident(process.pid or 0)
+        yield process.pid or 0, here.recv()
     finally:
         here.send("stop")
         process.join(5)
-    times.sort()
+
+
+def measure_agent(seconds: float, rate: int) -> dict[str, float]:
+    """Figures of one agent process over loopback."""
+    with agent_process(1) as (pid, (port,)):
+        address = ("127.0.0.1", port)
+        _flood(address, 0.3)  # warm
+        start = _cpu_of(pid)
+        answered, took = _flood(address, seconds)
+        busy = _cpu_of(pid) - start
+        times = sorted(_paced(address, seconds, rate))
+        resident = _resident(pid)
     return {
         "asks_per_s": round(answered / took),
         "asks_per_cpu_s": round(answered / busy),
@@ -81,19 +96,22 @@ def measure_agent(seconds: float, rate: int) -> dict[str, float]:
     }
 
 
-def serve(pipe: Connection) -> None:
+def serve(pipe: Connection, engines: int) -> None:
     """The agent's side, until told to stop."""
-    asyncio.run(_serve(pipe))
+    asyncio.run(_serve(pipe, engines))
 
 
-async def _serve(pipe: Connection) -> None:
+async def _serve(pipe: Connection, engines: int) -> None:
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
-    answers = Answers([Desk("gpu-0")], (KEY,), rate=1e9)
-    server = UdpServer(loop, open_socket("127.0.0.1", 0, authenticated=True), answers)
+    servers = []
+    for number in range(engines):
+        answers = Answers([Desk(f"gpu-{number}")], (KEY,), rate=1e9)
+        servers.append(UdpServer(loop, open_socket("127.0.0.1", 0, authenticated=True), answers))
     loop.add_reader(pipe, stop.set)
-    pipe.send(server.port)
+    pipe.send([server.port for server in servers])
     await stop.wait()
-    server.close()
+    for server in servers:
+        server.close()
 
 
 def _ask(number: int) -> bytes:
@@ -164,3 +182,69 @@ def _cpu_of(pid: int) -> float:
 
 def _resident(pid: int) -> float:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096 / 2**20
+
+
+# ---------------------------------------------------------------------------------------------- the client
+
+ENGINES = 48
+ROUNDS = 15
+PER_ROUND = 100
+
+
+def measure_client() -> dict[str, float]:
+    """CPU of one call from pick to tell, in microseconds: asked by a thread, asked by a task, and not asked."""
+    with agent_process(ENGINES) as (_, ports):
+        endpoints = [
+            Endpoint(f"gpu-{n}", "http://127.0.0.1:1", agent=f"udp://127.0.0.1:{port}") for n, port in enumerate(ports)
+        ]
+        router = Router(endpoints={"p": endpoints}, asks="on", ask_hashes=True, agent_key=KEY.decode(), ask_timeout=1.0)
+        router.ready(5.0)
+        asker = asker_of(router)
+        assert asker is not None
+        kinds: dict[str, Callable[[], None]] = {
+            "unasked_us": lambda: _unasked(router),
+            "asked_sync_us": lambda: _by_thread(router, asker),
+            "asked_async_us": lambda: asyncio.run(_by_tasks(router, asker)),
+        }
+        rounds: dict[str, list[float]] = {name: [] for name in kinds}
+        for _ in range(ROUNDS):
+            for name, run_round in kinds.items():
+                started = time.process_time()
+                run_round()
+                rounds[name].append((time.process_time() - started) / PER_ROUND * 1e6)
+        counts = asker.counts
+        result = {name: round(statistics.median(found), 1) for name, found in rounds.items()}
+        best = {f"{name}_best": round(min(found), 1) for name, found in rounds.items()}
+        return {**result, **best, "asks_per_call": round(counts.asks / counts.calls, 2)}
+
+
+def _call(router: Router) -> Call:
+    mixed = random.getrandbits(64)
+    return router.call("p", ladder=tuple(mixed >> shift for shift in range(5)), tokens=9_000)
+
+
+def _finish(router: Router, call: Call, asking: Asking | None) -> None:
+    attempt = call.next_attempt(router.clock())
+    if asking is not None:
+        asking.take(attempt)
+    attempt.first_token(router.clock())
+    if asking is not None:
+        asking.tell(attempt, 0.2)
+    call.finish(attempt, Outcome.SUCCESS, router.clock())
+
+
+def _unasked(router: Router) -> None:
+    for _ in range(PER_ROUND):
+        _finish(router, _call(router), None)
+
+
+def _by_thread(router: Router, asker: Asker) -> None:
+    for _ in range(PER_ROUND):
+        call = _call(router)
+        _finish(router, call, asker.ask(call))
+
+
+async def _by_tasks(router: Router, asker: Asker) -> None:
+    for _ in range(PER_ROUND):
+        call = _call(router)
+        _finish(router, call, await asker.ask_async(call))

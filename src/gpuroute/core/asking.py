@@ -207,7 +207,8 @@ def _sealed(kind: Kind, payload: bytes, id_: int, sent_ms: int, engine: int, key
 
 
 def _tag(data: bytes, secret: bytes) -> bytes:
-    inner, outer = (pad.copy() for pad in _pads(secret))
+    pads = _pads(secret)
+    inner, outer = pads[0].copy(), pads[1].copy()
     inner.update(data)
     outer.update(inner.digest())
     return outer.digest()[:TAG]
