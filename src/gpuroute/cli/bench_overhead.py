@@ -1,4 +1,4 @@
-"""`gpuroute bench overhead`: what a routed HTTP call costs beside the same call by the bare client.
+"""`gpuroute bench overhead`: what a routed call costs beside the same call by the bare client (gRPC: `bench_grpc`).
 
 The server runs in a process of its own. At concurrency 1, bare and routed calls take turns in random order, call by
 call: on a shared machine, a block of one after a block of the other is off by 100 us. The A/A rows, bare against bare,
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 CLIENTS = ("httpx2", "httpx2-sync", "httpx", "httpx-sync")
+GRPC_CLIENTS = ("grpc", "grpc-aio")
 ENDPOINTS = 8
 COLD_ENDPOINTS = 1_000
 CONCURRENCY = 64
@@ -69,15 +70,19 @@ class Tally:
 
 def add_parser(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declare `bench overhead`."""
-    parser = kinds.add_parser("overhead", help="a routed HTTP call beside a bare one")
-    parser.add_argument("--client", action="append", choices=CLIENTS, help="only this one (may be repeated)")
+    parser = kinds.add_parser("overhead", help="a routed call beside a bare one")
+    parser.add_argument(
+        "--client", action="append", choices=CLIENTS + GRPC_CLIENTS, help="only this one (may be repeated)"
+    )
     parser.add_argument("--pairs", type=int, default=1_500, help="pairs at concurrency 1 (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print JSON alone")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print; 1 if a call failed."""
-    rows = [row for client in args.client or CLIENTS for row in measure(client, args.pairs)]
+    rows = [row for client in args.client or CLIENTS if client in CLIENTS for row in measure(client, args.pairs)]
+    if not args.client or set(args.client) & set(GRPC_CLIENTS):
+        rows += importlib.import_module("gpuroute.cli.bench_grpc").add_rows(args)
     if args.json:
         print(json.dumps(rows))
     else:

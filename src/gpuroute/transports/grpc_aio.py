@@ -16,7 +16,6 @@ import grpc
 
 from gpuroute.errors import RegistryUnavailable
 from gpuroute.transports.grpc_aio_flight import (
-    Begun,
     Requests,
     RoutedStreamStreamCall,
     RoutedStreamUnaryCall,
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     from gpuroute.transports.grpc_rpc import ReadPrompt
 
 _LOGGER = logging.getLogger("gpuroute")
+CLOSED = "Channel is closed."  # grpcio's own words
 _POLL = 0.05  # seconds between looks at a pool that has no channel yet
 
 
@@ -197,7 +197,6 @@ class _Method:
         self._early = self._one and not channel._intercepted  # noqa: SLF001
         self._serializer = serializer
         self._key = kind, method, None if self._early else serializer, deserializer, registered
-        self._unrouted_key = kind, method, serializer, deserializer, registered
 
     def _fly(
         self,
@@ -212,43 +211,48 @@ class _Method:
         """A call of this kind, begun."""
         hub, loop = self._hub, asyncio.get_running_loop()
         if hub.closed:
-            msg = "Channel is closed."
-            raise grpc.aio.UsageError(msg)
+            raise grpc.aio.UsageError(CLOSED)
         requests = None if self._one or request is None else Requests(request)
         body = self._serialized(request) if self._early else request
-        call = kind(loop, Begun(self._key, body, requests, credentials, compression))
-        if hub.waits:
+        call = kind(loop, self._key, body, requests, credentials, compression)
+        if hub.version < 0 and hub.waits:
             flight = call.flight
             flight.until = None if timeout is None else hub.clock() + timeout
-            flight.launch_later(self._begin_later(flight, request, timeout, metadata, patient))
+            flight.launch_later(self._begin_later(flight, timeout, metadata, patient))
         else:
-            self._begin(call.flight, request, timeout, metadata, patient)
+            self._begin(call.flight, timeout, metadata, patient)
         return call
 
-    def _begin(self, flight: Flight, request: Any, timeout: float | None, metadata: Any, patient: bool | None) -> None:
-        hub, peers, begun = self._hub, self._channel.peers(asyncio.get_running_loop()), flight.begun
-        hub.look()
+    def _begin(self, flight: Flight, timeout: float | None, metadata: Any, patient: bool | None) -> None:
+        hub, peers = self._hub, self._channel.peers(flight.loop)
+        if hub.version != hub.router.version:
+            hub.look()
         if hub.leaves:
             plain = hub.unrouted(peers, metadata)
             if plain is not None:
-                how = {"credentials": begun.credentials, "compression": begun.compression}
-                send = plain[0].bind(self._unrouted_key)
-                flight.adopt(send(request, timeout=timeout, metadata=plain[1], wait_for_ready=patient, **how))
+                flight.adopt(self._send_unrouted(flight, plain, timeout, patient))
                 return
-        data = begun.body if self._early else self._serialized(request) if self._one else None
+        data = flight.body if self._early else self._serialized(flight.body) if self._one else None
         flight.rpc = hub.begin(peers, self._method, data, timeout, metadata, patient, self._streaming)
         flight.launch()
 
-    async def _begin_later(
-        self, flight: Flight, request: Any, timeout: float | None, metadata: Any, patient: bool | None
-    ) -> None:
+    def _send_unrouted(self, flight: Flight, plain: tuple[Any, Any], timeout: float | None, patient: bool | None) -> Any:
+        peer, metadata = plain
+        return peer.bind(self._key)(
+            flight.body if flight.requests is None else flight.requests.view(),
+            timeout=timeout,
+            metadata=metadata,
+            wait_for_ready=patient,
+            credentials=flight.credentials,
+            compression=flight.compression,
+        )
+
+    async def _begin_later(self, flight: Flight, timeout: float | None, metadata: Any, patient: bool | None) -> None:
         """Begin once the first view of the fleet is here; the wait for it counts."""
-        hub = self._hub
         try:
-            await hub.router.aready(timeout)
+            timeout = await self._hub.await_view(timeout)
             if not flight.over:
-                left = None if flight.until is None else max(0.0, flight.until - hub.clock())
-                self._begin(flight, request, left, metadata, patient)
+                self._begin(flight, timeout, metadata, patient)
         except Exception as error:
             flight.end(aio_ended(error) if isinstance(error, RegistryUnavailable) else error)
 

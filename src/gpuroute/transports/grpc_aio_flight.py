@@ -23,7 +23,6 @@ from gpuroute.transports.grpc_errors import LOCALLY_CANCELLED, aio_ended
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Generator
 
-    from gpuroute.transports.grpc_peers import Peer
     from gpuroute.transports.grpc_rpc import Rpc
 
 
@@ -71,54 +70,34 @@ async def _as_async(messages: Any) -> AsyncIterator[Any]:
         yield message
 
 
-class Begun:
-    """What every attempt of one RPC sends, and how."""
+class Flight:
+    """The state machine of one RPC: what its attempts send, its timer, and who waits for it."""
 
-    __slots__ = ("body", "compression", "credentials", "key", "requests", "wrote")
+    __slots__ = ("_callbacks", "_cancelled", "_changed", "_timer", "body", "compression", "credentials", "error",
+                 "inner", "key", "loop", "over", "requests", "rpc", "streaming", "until", "wrote")  # fmt: skip
 
-    def __init__(self, key: tuple[Any, ...], body: Any, requests: Requests | None, credentials: Any, compression: Any):
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        key: tuple[Any, ...],
+        body: Any,
+        requests: Requests | None,
+        credentials: Any,
+        compression: Any,
+    ) -> None:
+        self.loop = loop
         self.key = key
         self.body = body
         self.requests = requests
         self.credentials = credentials
         self.compression = compression
-        self.wrote = False
-
-    @property
-    def sent(self) -> bool:
-        """True if request messages of a stream surely left."""
-        return self.wrote or (self.requests is not None and self.requests.sent)
-
-    def send(self, peer: Peer, rpc: Rpc) -> Any:
-        """Begin one attempt."""
-        return peer.bind(self.key)(
-            self.body if self.requests is None else self.requests.view(),
-            timeout=rpc.timeout(),
-            metadata=rpc.headers(),
-            credentials=self.credentials,
-            compression=self.compression,
-        )
-
-
-class Flight:
-    """The state machine of one RPC: its attempts, its timer, and who waits for it."""
-
-    __slots__ = ("_callbacks", "_cancelled", "_changed", "_loop", "_timer", "begun", "error", "inner", "over", "rpc",
-                 "streaming", "until")  # fmt: skip
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, begun: Begun) -> None:
-        self.begun = begun
         self.rpc: Rpc | None = None
         self.inner: Any = None
-        self.error: BaseException | None = None  # the end, where there is no inner call to tell it
-        self.over = False
-        self.streaming = False
-        self.until: float | None = None
-        self._loop = loop
+        self.over = self.streaming = self.wrote = self._cancelled = False
         self._changed: asyncio.Event | None = None
         self._callbacks: list[Callable[[], None]] | None = None
-        self._cancelled = False
         self._timer: asyncio.TimerHandle | asyncio.Task[None] | None = None
+        self.error: BaseException | None = None  # the end, where there is no inner call to tell it
 
     def launch(self) -> None:
         """Begin the next attempt, now or when its delay has passed."""
@@ -129,9 +108,15 @@ class Flight:
         try:
             peer = rpc.next()
             if peer is None:
-                self._timer = self._loop.call_later(rpc.wait, self.launch)
+                self._timer = self.loop.call_later(rpc.wait, self.launch)
                 return
-            inner = self.begun.send(peer, rpc)
+            inner = peer.bind(self.key)(
+                self.body if self.requests is None else self.requests.view(),
+                timeout=rpc.left,
+                metadata=rpc.headers(),
+                credentials=self.credentials,
+                compression=self.compression,
+            )
         except (NoEndpointAvailable, DeadlineExceeded) as error:
             cause = rpc.cause if isinstance(error, NoEndpointAvailable) else None
             self.end(cause or aio_ended(error))
@@ -144,7 +129,7 @@ class Flight:
 
     def launch_later(self, begin: Coroutine[Any, Any, None]) -> None:
         """Let a task begin the first attempt."""
-        self._timer = self._loop.create_task(begin)
+        self._timer = self.loop.create_task(begin)
 
     def adopt(self, inner: Any) -> None:
         """Follow this call from now on."""
@@ -178,10 +163,11 @@ class Flight:
             return True
         code = at_once(inner.code())
         if code is StatusCode.OK:
-            rpc.succeeded(at_once(inner.trailing_metadata()) if rpc.hears else None)
+            rpc.succeeded(lambda: at_once(inner.trailing_metadata()))
             return True
         trailing, details = at_once(inner.trailing_metadata()), at_once(inner.details())
-        if not rpc.failed(code, details, trailing, self.begun.sent):
+        sent = self.wrote or (self.requests is not None and self.requests.sent)
+        if not rpc.failed(code, details, trailing, sent):
             return True
         rpc.cause = AioRpcError(code, at_once(inner.initial_metadata()), trailing, details)
         return False
@@ -234,11 +220,11 @@ class Flight:
 
     def drop(self) -> None:
         """The caller dropped its call. Any thread, any moment: what it entails runs later, in the loop."""
-        if self._loop.is_closed():
+        if self.loop.is_closed():
             if self.rpc is not None:
                 self.rpc.cancelled()
         else:
-            self._loop.call_soon_threadsafe(self.give_up)
+            self.loop.call_soon_threadsafe(self.give_up)
 
     def give_up(self) -> bool:
         """Cancel; True if that changed anything."""
@@ -297,10 +283,11 @@ class _Routed(grpc.aio.Call):
         """Seconds until the deadline, None without one."""
         flight = self._flight
         if flight.rpc is not None:
-            return flight.rpc.timeout()
+            return flight.rpc.time_left()
         if flight.inner is not None:
             return flight.inner.time_remaining()  # type: ignore[no-any-return]
-        return None if flight.until is None else max(0.0, flight.until - time.monotonic())
+        until: float | None = getattr(flight, "until", None)
+        return None if until is None else max(0.0, until - time.monotonic())
 
     async def _ended(self) -> Any:
         """The inner call that concluded the RPC, or the error that did; waits for it."""
@@ -410,8 +397,8 @@ class _Answered(Flight, _Routed):
 class _Streamed(_Routed):
     """A stream of responses."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, begun: Begun) -> None:
-        self._flight = self.flight = Flight(loop, begun)
+    def __init__(self, *what: Any) -> None:
+        self._flight = self.flight = Flight(*what)
 
     def __del__(self) -> None:
         flight = self._flight
@@ -473,13 +460,13 @@ class _Writable(_Routed):
                 if flight.last(inner, error):
                     raise
             else:
-                flight.begun.wrote = True
+                flight.wrote = True
                 return
 
     async def done_writing(self) -> None:
         """End the requests. Idempotent."""
         inner = await self._flight.current()
-        self._flight.begun.wrote = True
+        self._flight.wrote = True
         await inner.done_writing()
 
 

@@ -139,7 +139,7 @@ class Flight:
             return True
         code = inner.code()
         if code is StatusCode.OK:
-            rpc.succeeded(inner.trailing_metadata() if rpc.hears else None)
+            rpc.succeeded(inner.trailing_metadata)
             return True
         sent = self._requests is not None and self._requests.sent
         if not rpc.failed(code, inner.details(), inner.trailing_metadata(), sent=sent):
@@ -317,8 +317,7 @@ class RoutedCall(grpc.Call, grpc.Future):  # type: ignore[type-arg]
 
     def time_remaining(self) -> Any:
         """Seconds until the deadline, None without one."""
-        rpc = self._flight.rpc
-        return rpc.timeout()
+        return self._flight.rpc.time_left()
 
     def add_done_callback(self, fn: Callable[[Any], None]) -> None:
         """Call `fn(self)` once it is over; now if it is."""

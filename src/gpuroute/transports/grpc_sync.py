@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from gpuroute.transports.grpc_rpc import ReadPrompt
 
 _LOGGER = logging.getLogger("gpuroute")
+CLOSED = "Cannot invoke RPC on closed channel!"  # grpcio's own words
 
 
 class RoutedChannel(grpc.Channel):
@@ -152,28 +153,6 @@ class _Method:
         self._key = kind, method, None if self._one else serializer, deserializer, registered
         self._unrouted_key = kind, method, serializer, deserializer, registered
 
-    def _begin(self, request: Any, timeout: float | None, metadata: Any, patient: bool | None) -> Rpc:
-        hub = self._hub
-        if hub.closed:
-            msg = "Cannot invoke RPC on closed channel!"
-            raise ValueError(msg)
-        return hub.begin(self._peers, self._method, request, timeout, metadata, patient, self._streaming)
-
-    def _await_view(self, timeout: float | None) -> float | None:
-        """Wait for the first view of the fleet, and return what is left of the call's timeout."""
-        hub = self._hub
-        began = hub.clock()
-        try:
-            hub.router.ready(timeout)
-        except RegistryUnavailable as error:
-            raise ended(error) from None
-        return None if timeout is None else max(0.0, timeout - (hub.clock() - began))
-
-    def _unrouted(self, metadata: Any) -> tuple[Any, Any] | None:
-        """The multicallable and metadata of a call that the kill switch or the rollout leaves unrouted."""
-        found = self._hub.unrouted(self._peers, metadata)
-        return found and (found[0].bind(self._unrouted_key), found[1])
-
     def _body(self, request: Any) -> Any:
         """What every attempt sends: bytes, or a view of the caller's iterator."""
         if not self._one:
@@ -186,20 +165,32 @@ class _Method:
             _LOGGER.exception(SERIALIZING)
             raise EndedCall(grpc.StatusCode.INTERNAL, SERIALIZING) from None
 
+    def _enter(self, timeout: float | None, metadata: Any) -> tuple[float | None, tuple[Any, Any] | None]:
+        """What is left of the timeout after the wait for a first view of the fleet; and the multicallable and metadata
+        of a call that the kill switch or the rollout leaves unrouted."""
+        hub = self._hub
+        if hub.closed:
+            raise ValueError(CLOSED)
+        if hub.version != hub.router.version:
+            try:
+                timeout = hub.wait(timeout)
+            except RegistryUnavailable as error:
+                raise ended(error) from None
+            hub.look()
+        found = hub.unrouted(self._peers, metadata) if hub.leaves else None
+        return timeout, found and (found[0].bind(self._unrouted_key), found[1])
+
     def _answer(
         self, request: Any, timeout: float | None, metadata: Any, credentials: Any, patient: bool | None, compression: Any
     ) -> tuple[Any, grpc.Call]:
         """The response and the call that gave it: attempts in a row until one answers or no other is due."""
         hub, one = self._hub, self._one
-        if hub.waits:
-            timeout = self._await_view(timeout)
-        hub.look()
-        if hub.leaves:
-            plain = self._unrouted(metadata)
+        if hub.version != hub.router.version or hub.leaves or hub.closed:
+            timeout, plain = self._enter(timeout, metadata)
             if plain is not None:
                 return plain[0].with_call(request, timeout, plain[1], credentials, patient, compression)  # type: ignore[no-any-return]
         body = self._body(request)
-        rpc = self._begin(body if one else None, timeout, metadata, patient)
+        rpc = hub.begin(self._peers, self._method, body if one else None, timeout, metadata, patient, self._streaming)
         try:
             while True:
                 peer = _next_peer(rpc)
@@ -208,12 +199,12 @@ class _Method:
                 send = peer.bind(self._key).with_call
                 data = body if one else body.view()
                 try:
-                    response, call = send(data, rpc.timeout(), rpc.headers(), credentials, None, compression)
+                    response, call = send(data, rpc.left, rpc.headers(), credentials, None, compression)
                 except grpc.RpcError as error:
                     if not self._goes_on(rpc, error, body):
                         raise
                 else:
-                    rpc.succeeded(call.trailing_metadata() if rpc.hears else None)
+                    rpc.succeeded(call.trailing_metadata)
                     return response, call
         finally:
             if rpc.attempt is not None:
@@ -240,19 +231,16 @@ class _Method:
     ) -> Any:
         """A call that is also a future or an iterator; `how` names the multicallable's way to begin one."""
         hub, one = self._hub, self._one
-        if hub.waits:
-            timeout = self._await_view(timeout)
-        hub.look()
-        if hub.leaves:
-            plain = self._unrouted(metadata)
+        if hub.version != hub.router.version or hub.leaves or hub.closed:
+            timeout, plain = self._enter(timeout, metadata)
             if plain is not None:
                 return getattr(plain[0], how)(request, timeout, plain[1], credentials, patient, compression)
         body = self._body(request)
-        rpc = self._begin(body if one else None, timeout, metadata, patient)
+        rpc = hub.begin(self._peers, self._method, body if one else None, timeout, metadata, patient, self._streaming)
 
         def start(peer: Peer, rpc: Rpc) -> Any:
             send = getattr(peer.bind(self._key), how)
-            return send(body if one else body.view(), rpc.timeout(), rpc.headers(), credentials, None, compression)
+            return send(body if one else body.view(), rpc.left, rpc.headers(), credentials, None, compression)
 
         flight = Flight(rpc, start, None if one else body)
         flight.launch()
