@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
 import subprocess
 import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING
 
 import httpx2
 import pytest
+from agent.process import KEY, AgentProcess, Eyes
 from registry.etcd_server import EtcdCluster
 
 import gpuroute.httpx2
 from gpuroute.core.endpoint import Endpoint
-from gpuroute.registry import open_registry
 from gpuroute.router import Router
 from gpuroute.testing import GpuServer
 from gpuroute.transports.asking import asker_of
@@ -26,44 +23,6 @@ from gpuroute.transports.asking import asker_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from gpuroute.core.fleet import Fleet
-
-KEY = "key-of-the-agents"
-
-
-class AgentProcess:
-    """`gpuroute agent` with these options, killed at the end."""
-
-    def __init__(self, *options: str, key: str = KEY) -> None:
-        command = [sys.executable, "-m", "gpuroute", "agent", "--listen", "127.0.0.1:0", "--status", "127.0.0.1:0"]
-        environ = {**os.environ, "GPUROUTE_AGENT_KEY": key}
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen([*command, *options], stdout=pipe, stderr=pipe, env=environ, text=True)
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, self.process.communicate()[1]
-        self.lines: dict[str, str] = json.loads(line)
-
-    def page(self, path: str) -> str:
-        with urllib.request.urlopen(self.lines["status"] + path, timeout=5) as answer:
-            return str(answer.read().decode())
-
-    def load(self, index: int = 0) -> dict[str, Any]:
-        engines = json.loads(self.page("/load"))["engines"]
-        return engines[index] if len(engines) > index else {}
-
-    def state(self) -> str:
-        return str(self.load().get("state"))
-
-    def terminate(self) -> None:
-        self.process.send_signal(signal.SIGTERM)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.process.communicate()
 
 
 @pytest.fixture
@@ -76,31 +35,6 @@ def server() -> Iterator[GpuServer]:
 def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
     with EtcdCluster(tmp_path_factory.mktemp("etcd")) as cluster:
         yield cluster
-
-
-class Eyes:
-    """What a router would see of pool `p`."""
-
-    def __init__(self, url: str) -> None:
-        self.fleets: list[Fleet] = []
-        self._subscription = open_registry(url).subscribe(self.fleets.append)
-
-    def endpoints(self) -> dict[str, Endpoint]:
-        pool = self.fleets[-1].pools.get("p") if self.fleets else None
-        return {endpoint.id: endpoint for endpoint in pool.endpoints} if pool else {}
-
-    def state(self, ident: str) -> str:
-        endpoint = self.endpoints().get(ident)
-        return str(endpoint.state) if endpoint else ""
-
-    def states(self, ident: str) -> list[str]:
-        """The states that it went through."""
-        seen = [{e.id: str(e.state) for e in fleet.pools["p"].endpoints} for fleet in self.fleets if "p" in fleet.pools]
-        found = [states.get(ident, "absent") for states in seen]
-        return [state for number, state in enumerate(found) if not number or found[number - 1] != state]
-
-    def close(self) -> None:
-        self._subscription.close()
 
 
 def test_without_a_registry_it_answers_asks_and_shows_pages(server: GpuServer, eventually: Callable[..., None]) -> None:
