@@ -110,7 +110,7 @@ def measure(client: str, pairs: int) -> list[dict[str, Any]]:
         ]
     with cold_fleet() as cold:
         if cold is not None:
-            count = max(100, pairs // 5)
+            count = max(20, pairs // 5)
             rows.append(with_runner(client, cold, lambda bench: bench.turns(count, ("bare", "routed"), client)))
     return rows
 
@@ -144,7 +144,7 @@ class Bench:
     def turns(self, pairs: int, names: tuple[str, str], label: str) -> dict[str, Any]:
         """Call by call in random order."""
         tallies = (Tally(), Tally())
-        self._run(self._turns, 50, names, (Tally(), Tally()))
+        self._run(self._turns, min(50, pairs), names, (Tally(), Tally()))
         self._run(self._turns, pairs, names, tallies)
         return self._row(label, 1, *tallies)
 
