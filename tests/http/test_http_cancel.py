@@ -266,7 +266,7 @@ def test_l1_interrupts_at_every_blocking_operation(
             try:
                 sync_call(client)
             except KeyboardInterrupt:
-                gc.collect()
+                gc.collect(1)
             eventually(lambda: residue(router, client._transport) == CLEAN, f"nothing left after operation {at}", 5)  # noqa: B023
             if interrupts.count < at:
                 break
