@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -17,8 +16,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser("bench", help="measure what routing costs")
     kinds = parser.add_subparsers(metavar="KIND", dest="kind", required=True)
     for kind in KINDS:
-        if find_spec(f"gpuroute.cli.bench_{kind}"):
-            import_module(f"gpuroute.cli.bench_{kind}").add_parser(kinds)
+        import_module(f"gpuroute.cli.bench_{kind}").add_parser(kinds)
 
 
 def run(args: argparse.Namespace) -> int:
