@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 
-
 @pytest.fixture
 def server() -> Iterator[GpuServer]:
     with GpuServer(time_scale=0.02) as server:

@@ -13,7 +13,6 @@ off.
 
 from __future__ import annotations
 
-import asyncio
 import ipaddress
 import random
 import socket
@@ -47,6 +46,7 @@ from gpuroute.engines.usage import read_usage
 from gpuroute.transports.ask_lines import Line, LoopLine, Place, ThreadLine
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Callable, Sequence
 
     from gpuroute.config import Settings
@@ -67,6 +67,7 @@ WORTH = 5.0  # a call must be expected to last so many round trips to be asked f
 SMALL_S, NEAR_S = 0.05, 0.001  # small jobs are worth asking for only nearby
 NOT_READY_TOKENS = 1_000_000  # what an engine that takes no calls is charged: dearer than any queue, but not excluded
 RESOLVE_S = 60.0
+LOOK_AGAIN_S = 0.0003
 
 
 class Counts:
@@ -152,13 +153,13 @@ class Asker:
         asked = self.worth_asking(call)
         if not asked:
             return None
-        line = self._lines.pop() if self._lines else ThreadLine()
+        line = self._thread_line()
         try:
             asking = Asking(self, call, asked, line)
             asking.send()
             line.wait(asking, self.timeout)
         finally:
-            self._lines.append(line)
+            self.give_back(line)
         asking.conclude()
         return asking
 
@@ -172,6 +173,15 @@ class Asker:
         asking.send()
         await line.wait(asking, self.timeout)
         asking.conclude()
+        return asking
+
+    def begin(self, call: Call) -> Asking | None:
+        """Ask without waiting, for drivers that have a way of their own to wait: see `Asking.pending`."""
+        asked = self.worth_asking(call)
+        if not asked:
+            return None
+        asking = Asking(self, call, asked, self._thread_line())
+        asking.send()
         return asking
 
     # ------------------------------------------------------------------------------------------ whom, and whether
@@ -224,8 +234,20 @@ class Asker:
             return ()
         return tuple(rung ^ self._tenant for rung in ladder)
 
+    def give_back(self, line: ThreadLine) -> None:
+        """Nobody waits on this line any more."""
+        self._lines.append(line)
+
+    def _thread_line(self) -> ThreadLine:
+        try:
+            return self._lines.pop()
+        except IndexError:
+            return ThreadLine()
+
     def _line(self) -> LoopLine:
-        loop = asyncio.get_running_loop()
+        from asyncio import get_running_loop  # threads alone need none of it
+
+        loop = get_running_loop()
         line = self._loops.get(loop)
         if line is None:
             line = self._loops[loop] = LoopLine(loop)
@@ -235,7 +257,19 @@ class Asker:
 class Asking:
     """The asks of one call, and the take and tell that follow. Owned by the call's task or thread."""
 
-    __slots__ = ("_asked", "_asker", "_call", "_line", "_open", "_real_queue", "_waits", "bids", "id", "started")
+    __slots__ = (
+        "_asked",
+        "_asker",
+        "_call",
+        "_line",
+        "_open",
+        "_real_queue",
+        "_until",
+        "_waits",
+        "bids",
+        "id",
+        "started",
+    )
 
     def __init__(self, asker: Asker, call: Call, asked: Sequence[Asked], line: Line) -> None:
         self.id = random.getrandbits(64)
@@ -249,6 +283,7 @@ class Asking:
             assert one.peer.place is not None
             self._asked[one.peer.place.address, one.peer.place.engine] = one
         self._waits = True
+        self._until = self.started + asker.timeout
         self._open: set[Attempt] = set()
         self._real_queue: dict[str, float] = {}
 
@@ -320,6 +355,22 @@ class Asking:
             for state, peer in self._asked.values():
                 if state.id not in self.bids:
                     peer.missed(now)
+
+    def pending(self) -> float:
+        """Seconds after which to look again, 0.0 when the wait is over. For asks that were begun without waiting."""
+        if not self._waits:
+            return 0.0
+        line, missing = self._line, self.missing
+        assert isinstance(line, ThreadLine)
+        line.drain(line.sockets.values())
+        now = time.monotonic()
+        if self.missing == 1 and missing > 1:
+            self._until = min(self._until, 2 * now - self.started)
+        if self.missing and now < self._until:
+            return min(LOOK_AGAIN_S, self._until - now)
+        self._asker.give_back(line)
+        self.conclude()
+        return 0.0
 
     # ------------------------------------------------------------------------------------------ take and tell
 

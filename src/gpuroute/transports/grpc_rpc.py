@@ -13,26 +13,31 @@ from __future__ import annotations
 import math
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from grpc import StatusCode
+
 from gpuroute.core.endpoint import Endpoint
+from gpuroute.core.hedge import LAST_PATIENCE
 from gpuroute.core.learning import learn_bid
 from gpuroute.core.outcome import Outcome
 from gpuroute.core.prefix import Prompt, ladder
 from gpuroute.core.report import Report
 from gpuroute.errors import ConfigError, GpurouteError, NoEndpointAvailable
 from gpuroute.observe import Observer, observer, watch
+from gpuroute.transports.asking import asker_of
 from gpuroute.transports.bodies import NO_OPTIONS, Options, read_options
 from gpuroute.transports.grpc_status import REPEATED, REPEATED_IF_SAFE, brief, judge, report_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from grpc import StatusCode
 
     from gpuroute.core.attempt import Attempt
     from gpuroute.core.call import Call
     from gpuroute.router import Router
+    from gpuroute.transports.asking import Asking
     from gpuroute.transports.grpc_peers import Peer, Peers
 
     Pairs = Iterable[tuple[str, Any]]
@@ -84,8 +89,8 @@ class Hub:
     so it is looked up once per version.
     """
 
-    __slots__ = ("__weakref__", "clock", "closed", "leaves", "may_leave", "pool", "prompt", "reads", "repeated", "replay",
-                 "router", "version")  # fmt: skip
+    __slots__ = ("__weakref__", "asker", "asks", "clock", "closed", "leaves", "may_leave", "pool", "prompt", "reads",
+                 "repeated", "replay", "router", "version")  # fmt: skip
 
     def __init__(self, router: Router, pool: str, prompt: ReadPrompt | None, replay: str) -> None:
         if replay not in REPLAY:
@@ -100,6 +105,8 @@ class Hub:
         self.may_leave = settings.disabled or settings.rollout < 1
         self.leaves = self.may_leave
         self.reads = False
+        self.asker = asker_of(router)
+        self.asks = False
         self.version = -1
         self.closed = False
         watch(router)
@@ -132,6 +139,7 @@ class Hub:
         pool = router.pool(self.pool)
         picker = pool.snapshot.picker
         self.leaves = self.may_leave or pool.spec.config.disabled
+        self.asks = self.asker is not None and self.asker.covers(pool)
         self.reads = self.prompt is not None and (picker.wants_ladder or picker.ring is not None)
         self.version = version
 
@@ -165,11 +173,17 @@ class Hub:
             attempts=asked.attempts,
             replayable=request is not None and self.replay != UNSENT,
         )
+        if asked.hedge is not None or asked.reroute is not None:
+            chosen = {name: value for name in ("hedge", "reroute") if (value := getattr(asked, name)) is not None}
+            call.hedging = replace(call.hedging, **chosen)
         if peers.version != self.version or call.started >= peers.sweep_at:
             peers.sweep(call.pool.snapshot.by_id, call.started, self.version)
         # A deadline cannot be lifted once an attempt runs, so a stream gets one only if its caller said so.
         limited = call.deadline < math.inf and (timeout is not None or not streaming)
-        return Rpc(self, peers, call, metadata, limited, patient)
+        rpc = Rpc(self, peers, call, metadata, limited, patient, streaming)
+        if self.asks and self.asker is not None:
+            rpc.asked = self.asker.begin(call)
+        return rpc
 
     def unrouted(self, peers: Peers, metadata: Pairs | None) -> tuple[Peer, Pairs | None] | None:
         """The channel of a call that the kill switch or the rollout leaves unrouted, and its metadata."""
@@ -203,11 +217,11 @@ class Rpc:
     calls, where these run.
     """
 
-    __slots__ = ("attempt", "call", "cause", "hub", "left", "limited", "metadata", "not_before", "observer", "over",
-                 "patient", "peer", "peers", "quiet", "token", "wait")  # fmt: skip
+    __slots__ = ("asked", "attempt", "call", "cause", "guarded", "hub", "left", "limited", "metadata", "not_before", "observer", "over",
+                 "patient", "peer", "peers", "quiet", "streaming", "token", "wait")  # fmt: skip
 
     def __init__(
-        self, hub: Hub, peers: Peers, call: Call, metadata: Pairs | None, limited: bool, patient: bool | None
+        self, hub: Hub, peers: Peers, call: Call, metadata: Pairs | None, limited: bool, patient: bool | None, streaming: bool
     ) -> None:
         self.hub = hub
         self.peers = peers
@@ -215,10 +229,13 @@ class Rpc:
         self.metadata = metadata
         self.limited = limited
         self.patient = patient
+        self.streaming = streaming
+        self.guarded = False
         self.not_before = 0.0
         self.cause: BaseException | None = None
         self.observer = seen = observer()
         self.quiet = type(seen) is Observer  # it has nothing to say of calls that go well
+        self.asked: Asking | None = None
         self.attempt: Attempt | None = None
         self.peer: Peer | None = None
         self.over = False
@@ -229,6 +246,9 @@ class Rpc:
         `left` is then what the attempt may take, in seconds. Raises NoEndpointAvailable, DeadlineExceeded; ConfigError if
         an endpoint's record cannot be dialled.
         """
+        if self.asked is not None and (wait := self.asked.pending()):
+            self.wait = wait
+            return None
         now, call = self.hub.clock(), self.call
         wait = call.delay(now)
         if wait > 0 or now < self.not_before:
@@ -245,7 +265,17 @@ class Rpc:
         except GpurouteError:
             self._end(now)
             raise
+        if not self._depart(attempt, now):
+            self.wait = 0.0
+            return None
+        return self.peer
+
+    def _depart(self, attempt: Attempt, now: float) -> bool:
+        """Prepare an attempt: what it may take, and its channel. False if that cannot be had and another one is due."""
+        call = self.call
         self.left = max(0.0, call.deadline - now) if self.limited else None
+        if self.asked is not None:
+            self.asked.take(attempt)
         self.token: object = None
         try:
             self.peer = peer = self.peers.hold(attempt.state.endpoint, attempt, now)
@@ -254,9 +284,25 @@ class Rpc:
             if not self._finish(Outcome.FAILED, now, str(error)):
                 self._end(now)
                 raise
-            self.wait = 0.0
-            return None
-        return peer
+            return False
+        if not self.streaming:
+            self._guard(attempt, peer, now)
+        return True
+
+    def _guard(self, attempt: Attempt, peer: Peer, now: float) -> None:
+        """Give up a unary attempt when it is silent for longer than is normal: by its gRPC deadline, which costs nothing.
+
+        How long that is changes slowly, so it is looked up once in a second for each endpoint.
+        """
+        attempt.whole = True
+        if now >= peer.patience_until:
+            pool = self.call.pool
+            alone = len(pool.snapshot.routable) < 2
+            usual = pool.rules.watchdog.first_byte(attempt, len(pool.snapshot.routable))
+            peer.patience, peer.patience_until = usual * (LAST_PATIENCE if alone else 1.0), now + 1.0
+        self.guarded = peer.patience < math.inf and (self.left is None or peer.patience < self.left)
+        if self.guarded:
+            self.left = peer.patience
 
     def headers(self) -> Pairs | None:
         """The metadata of the present attempt: the caller's, the endpoint's own and trace context."""
@@ -276,8 +322,11 @@ class Rpc:
 
     def first(self) -> None:
         """The first response message is there: no other attempt can follow."""
-        if self.attempt is not None:
-            self.attempt.first_token(self.hub.clock())
+        attempt = self.attempt
+        if attempt is not None:
+            attempt.first_token(self.hub.clock())
+            if self.asked is not None and attempt.first is not None:
+                self.asked.tell(attempt, attempt.first - attempt.started)
 
     def succeeded(self, read_trailing: Callable[[], Pairs | None]) -> None:
         """The attempt ended with OK. Where no load was ever reported, trailing metadata is read now and then only."""
@@ -294,6 +343,8 @@ class Rpc:
                 peer.unreported = 0
         self.attempt = None
         call.finish(attempt, Outcome.SUCCESS, now)
+        if self.asked is not None:
+            self.asked.tell(attempt)
         live = peer.live
         live.discard(attempt)
         if peer.gone and not live:
@@ -312,23 +363,67 @@ class Rpc:
         unsent = verdict.unsent and not sent
         if not unsent:
             attempt.sent(now)
-        if verdict.stop or (code not in self.hub.repeated and verdict.outcome is not Outcome.OVERLOADED):
+        spared = verdict.outcome is Outcome.OVERLOADED or self.guarded
+        if verdict.stop or (code not in self.hub.repeated and not spared):
             call.replayable = False
         if trailing:
             learn_report(attempt, trailing, self.call.pool.mean_tokens, now)
-        again = self._finish(
-            verdict.outcome,
-            now,
-            brief(code, details),
-            retry_after=verdict.retry_after,
-            answered=verdict.answered,
-        )
+        if self.guarded and code is StatusCode.DEADLINE_EXCEEDED and now < call.deadline:
+            again = self.stalled(now)
+        else:
+            how = {"retry_after": verdict.retry_after, "answered": verdict.answered}
+            again = self._finish(verdict.outcome, now, brief(code, details), **how)
         if not again and self.patient and unsent and now < call.deadline:
             self._wait_a_little(now)
             again = True
         if not again:
             self._end(now)
         return again
+
+    def stalled(self, now: float) -> bool:
+        """The attempt was silent for longer than is normal; True if a next one is due."""
+        attempt, call = self.attempt, self.call
+        if attempt is None:
+            return False
+        attempt.sent(now)
+        call.pool.stalled(attempt, now)
+        return self._finish(Outcome.TIMED_OUT, now, f"silent for {now - attempt.last:.2f} s")
+
+    def silence_left(self, reading_since: float | None) -> float:
+        """Seconds that a stream's endpoint may still be silent: none left means hung, infinite that nobody can tell.
+
+        `reading_since`: when the reader began to wait, None if it does not; a slow reader is no silence of the endpoint.
+        """
+        attempt, call, now = self.attempt, self.call, self.hub.clock()
+        if attempt is None:
+            return math.inf
+        if attempt.first is None:
+            return call.patience(attempt) - (now - attempt.started)
+        if reading_since is None:
+            return math.inf
+        return call.gap_patience(attempt) - (now - max(attempt.last, reading_since))
+
+    @property
+    def hedge_after(self) -> float:
+        """Seconds from now until a second attempt is due beside the present one; infinite if none will be."""
+        call, attempt = self.call, self.attempt
+        if attempt is None or not (call.hedging.hedge or call.hedging.reroute):
+            return math.inf
+        return max(0.0, call.hedge_after(attempt) - (self.hub.clock() - attempt.started))
+
+    def second(self) -> Rpc | None:
+        """A second attempt beside the present one, if the core allows it; its `peer` is set."""
+        now = self.hub.clock()
+        attempt = self.call.hedge(now)
+        if attempt is None:
+            return None
+        other = Rpc(self.hub, self.peers, self.call, self.metadata, self.limited, self.patient, self.streaming)
+        other.asked, other.attempt = self.asked, attempt
+        return other if other._depart(attempt, now) else None
+
+    def lose(self) -> None:
+        """Another attempt of this call answered first. Teaches nothing."""
+        self._finish(Outcome.CANCELLED, self.hub.clock(), "another attempt was quicker")
 
     def cancelled(self) -> None:
         """The caller gave up: nobody's fault. Idempotent."""
@@ -348,13 +443,15 @@ class Rpc:
             return False
         self.attempt = None
         again = self.call.finish(attempt, outcome, now, reason=reason, **how)
+        if self.asked is not None:
+            self.asked.tell(attempt)
         if peer is not None:
             self.peers.release(peer, attempt)
         self.observer.attempt_ended(self.token, self.call, attempt)
         return again
 
     def _end(self, now: float) -> None:
-        if not self.over:
+        if not self.over and not self.call.is_live:
             self.over = True
             if not self.quiet:
                 self.observer.call_ended(self.call, now)
