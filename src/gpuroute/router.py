@@ -22,8 +22,9 @@ from gpuroute.core.candidates import Ask
 from gpuroute.core.describe import Explanation, RouterView, describe_pool, explain
 from gpuroute.core.fleet import Fleet, PoolSpec
 from gpuroute.core.hedge import HedgeRules
+from gpuroute.core.merge import merge_rules
 from gpuroute.core.outliers import OutlierRules
-from gpuroute.core.pool import Pool, PoolRules, merge_rules
+from gpuroute.core.pool import Pool, PoolRules
 from gpuroute.core.retry import RetryRules
 from gpuroute.core.ring import session_key
 from gpuroute.core.watchdog import WatchdogRules
@@ -180,6 +181,7 @@ class Router:
             outliers=OutlierRules(interval_s=settings.eject_interval, max_share=settings.eject_share),
             watchdog=WatchdogRules(enabled=settings.watchdog),
             hedge=HedgeRules(hedge=settings.hedge, reroute=settings.reroute),
+            continuation=settings.continuation,
             retry=RetryRules(attempts=settings.attempts),
             breaker=BreakerRules(failures=settings.breaker_failures, open_s=settings.breaker_open),
             budget_ratio=settings.retry_budget,
@@ -187,7 +189,7 @@ class Router:
         )
 
     def _explicit(self) -> frozenset[str]:
-        names = ("policy", "timeout", "max_in_flight", "attempts")
+        names = ("policy", "timeout", "max_in_flight", "attempts", "hedge", "reroute", "continuation", "watchdog")
         return frozenset(name for name in names if self.settings.source(name) != "default")
 
     @property

@@ -28,7 +28,10 @@ READY, SENT, STREAMING, DONE = Phase
 
 
 class Attempt:
-    """A live or finished send. Times are monotonic seconds. Methods are safe from any thread and never raise."""
+    """A live or finished send. Times are monotonic seconds. Methods are safe from any thread and never raise.
+
+    `whole`: the answer comes in one piece when all of it is generated, so its first byte says little about the prompt.
+    """
 
     __slots__ = (
         "__weakref__",
@@ -45,6 +48,7 @@ class Attempt:
         "state",
         "tokens",
         "uncached",
+        "whole",
     )
 
     def __init__(self, state: EndpointState, now: float, number: int = 1, tokens: int = 0) -> None:
@@ -54,6 +58,7 @@ class Attempt:
         self.tokens = tokens
         self.uncached = tokens
         self.queued = 0.0
+        self.whole = False
         self.phase: Phase = READY
         self.reached: Phase = READY
         self.first: float | None = None

@@ -18,9 +18,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from gpuroute.core.attempt import READY, STREAMING, Attempt, Phase
+from gpuroute.core.attempt import READY, SENT, STREAMING, Attempt, Phase
 from gpuroute.core.candidates import Ask
-from gpuroute.core.history import prompt_units
+from gpuroute.core.hedge import LAST_PATIENCE, can_move, due_after, second_attempt
 from gpuroute.core.outcome import Outcome
 from gpuroute.core.seconds import Soonest
 from gpuroute.core.story import tell, why_nobody
@@ -43,6 +43,7 @@ class Call:
         "ask",
         "attempts",
         "deadline",
+        "hedging",
         "history",
         "not_before",
         "pool",
@@ -69,6 +70,7 @@ class Call:
         self.deadline = INF if timeout is None else now + timeout
         self.attempts = pool.rules.retry.attempts if attempts is None else attempts
         self.replayable = replayable
+        self.hedging = pool.rules.hedge
         self.history: list[Attempt] = []
         self.tried = Tried()
         self.not_before = now
@@ -76,6 +78,7 @@ class Call:
         shared = pool.shared
         shared.signals.calls += 1
         self.work = pool.work(self.ask.tokens)
+        pool.late *= 0.98
         with shared.lock:
             pool.budget.deposit(now, self.work)
             pool.hedges.deposit(now, self.work)
@@ -131,11 +134,13 @@ class Call:
         retry_after: float | None = None,
         reason: str = "",
         answered: bool = False,
+        resumable: bool = False,
     ) -> bool:
         """End an attempt and teach its endpoint; True if another attempt is due (see `delay`).
 
         `retry_after`: seconds that the server asked for. `answered`: the server replied (with an error), so it was
-        not killed by this request. Finishing an attempt twice changes nothing and returns False.
+        not killed by this request. `resumable`: the driver can go on where a stream broke off, so bytes that reached
+        the caller are no reason to stop. Finishing an attempt twice changes nothing and returns False.
         """
         reached = attempt.phase
         if not attempt.finish(outcome, now, reason):
@@ -146,8 +151,13 @@ class Call:
         if outcome.health < 0:
             self.tried.failed(attempt.state)
         answered = answered or outcome is Outcome.OVERLOADED  # who says "busy" was not killed by this request
-        if not outcome.retryable or self.is_live or not self._may_repeat(reached, answered=answered):
+        if (
+            not outcome.retryable
+            or self.is_live
+            or not self._may_repeat(SENT if resumable else reached, answered=answered or resumable)
+        ):
             return False
+        self.pool.shared.signals.continuations += resumable
         return self._schedule(reached, outcome, now)
 
     @property
@@ -158,54 +168,43 @@ class Call:
     # -------------------------------------------------------------------------------- silence and second attempts
 
     def patience(self, attempt: Attempt) -> float:
-        """Seconds, from its start, that this attempt may be without a first byte before it counts as hung."""
-        return self.pool.rules.watchdog.first_byte(attempt, len(self.pool.snapshot.routable))
+        """Seconds, from its start, that this attempt may be without a first byte before it counts as hung.
+
+        Four times as many if nobody else could take the call: then a late answer is better than none.
+        """
+        pool = self.pool
+        usual = pool.rules.watchdog.first_byte(attempt, len(pool.snapshot.routable))
+        return usual if usual == INF or can_move(self, attempt.started + usual) else LAST_PATIENCE * usual
 
     def gap_patience(self, attempt: Attempt) -> float:
         """Seconds of silence within this attempt's stream that are still normal."""
         return self.pool.rules.watchdog.gap(attempt)
 
-    def stalled(self, attempt: Attempt, now: float) -> bool:
+    def stalled(self, attempt: Attempt, now: float, *, resumable: bool = False) -> bool:
         """Its patience ran out: like `finish(TIMED_OUT)`, and repeated stalls eject the endpoint."""
+        reason = f"silent for {now - attempt.last:.2f} s"
         self.pool.stalled(attempt, now)
-        return self.finish(attempt, Outcome.TIMED_OUT, now, reason=f"silent for {now - attempt.last:.2f} s")
+        return self.finish(attempt, Outcome.TIMED_OUT, now, reason=reason, resumable=resumable)
 
-    def hedge_after(self, prefill_s: float = 0.0) -> float:
-        """Seconds after the start of an attempt when `hedge` or `reroute` is due; infinite when neither is on."""
-        rules, history = self.pool.rules.hedge, self.pool.shared.history
-        high = history.ttft.high(rules.spreads) * prompt_units(self.ask.tokens) if rules.hedge else INF
-        return min(rules.hedge_after(high), rules.reroute_after(prefill_s))
+    def hedge_after(self, attempt: Attempt) -> float:
+        """Seconds after the start of an attempt when a second one is due; infinite when neither way is on."""
+        return due_after(self, attempt)
 
     def hedge(self, now: float) -> Attempt | None:
         """A second attempt beside the live one, if attempts, deadline, budgets and another endpoint allow it.
 
         The loser must be cancelled and finished as CANCELLED by the driver; that teaches nothing.
         """
-        pool, signals = self.pool, self.pool.shared.signals
-        if not self.replayable or len(self.history) >= self.attempts or now >= self.deadline:
-            return None
-        if not any(state.admitted and state not in self.tried.states for state in pool.snapshot.routable):
-            return None
-        extra = pool.hedges if pool.rules.hedge.hedge else pool.reroutes
-        with pool.shared.lock:
-            paid = extra.balance(now) >= self.work and pool.budget.try_withdraw(now, self.work)
-            if paid:
-                extra.try_withdraw(now, self.work)
-        attempt = pool.acquire(self.ask, now, self.tried, len(self.history) + 1) if paid else None
-        if attempt is None:
-            signals.hedges_denied += 1
-            return None
-        signals.attempts += 1
-        signals.hedges += pool.rules.hedge.hedge
-        signals.reroutes += not pool.rules.hedge.hedge
-        self.history.append(attempt)
-        self.tried.add(attempt.state)
-        return attempt
+        return second_attempt(self, now)
 
     def close(self, now: float) -> None:
         """Release whatever is still live as CANCELLED. Idempotent; the end of every driver's `finally`."""
         for attempt in self.history:
             attempt.finish(Outcome.CANCELLED, now)
+
+    def elsewhere(self) -> bool:
+        """True if an endpoint that was not tried takes calls now."""
+        return any(state.admitted and state not in self.tried.states for state in self.pool.snapshot.routable)
 
     def _may_repeat(self, reached: Phase, *, answered: bool) -> bool:
         if reached >= STREAMING or len(self.history) >= self.attempts:

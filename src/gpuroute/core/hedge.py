@@ -10,8 +10,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from gpuroute.core.history import prompt_units
+from gpuroute.core.speed import shrunk
 from gpuroute.errors import ConfigError
+
+if TYPE_CHECKING:
+    from gpuroute.core.attempt import Attempt
+    from gpuroute.core.call import Call
+
+SATURATED = 0.2
+"""Share of calls due for a reroute above which there are none: the queues are everywhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,3 +54,58 @@ class HedgeRules:
     def reroute_after(self, prefill_s: float) -> float:
         """Seconds after which a call without a first token counts as queued; infinite if off."""
         return self.patience_s + self.patience_factor * prefill_s if self.reroute else math.inf
+
+
+LAST_PATIENCE = 4.0
+"""How much longer an attempt may be silent that nobody else would take over."""
+
+
+def can_move(call: Call, now: float) -> bool:
+    """True if an attempt that is given up now would be followed by one elsewhere."""
+    pool = call.pool
+    if call.unanswered or not call.replayable or len(call.history) >= call.attempts:
+        return False
+    with pool.shared.lock:
+        paid = pool.budget.balance(now) >= call.work
+    return paid and call.elsewhere()
+
+
+def due_after(call: Call, attempt: Attempt) -> float:
+    """Seconds after the start of an attempt when a second one is due beside it; infinite when both ways are off."""
+    rules = call.hedging
+    if not (rules.hedge or rules.reroute):
+        return math.inf
+    history, state = call.pool.shared.history, attempt.state
+    if attempt.whole:
+        high = history.whole.high(rules.spreads)
+    else:
+        high = history.ttft.high(rules.spreads) * prompt_units(attempt.tokens)
+    prefill = attempt.uncached * shrunk(state.speed, state.pool.speeds.cohort(state.endpoint))
+    return min(rules.hedge_after(high), rules.reroute_after(prefill))
+
+
+def second_attempt(call: Call, now: float) -> Attempt | None:
+    """Start an attempt beside the live one, paid by the budget of its kind and by the common one; None if not allowed."""
+    pool, signals, hedges = call.pool, call.pool.shared.signals, call.hedging.hedge
+    if not hedges:
+        pool.late += 0.02 * (1 - pool.late)
+        if pool.late > SATURATED:
+            signals.hedges_denied += 1
+            return None
+    if not call.replayable or len(call.history) >= call.attempts or now >= call.deadline or not call.elsewhere():
+        return None
+    extra = pool.hedges if hedges else pool.reroutes
+    with pool.shared.lock:
+        paid = extra.balance(now) >= call.work and pool.budget.try_withdraw(now, call.work)
+        if paid:
+            extra.try_withdraw(now, call.work)
+    attempt = pool.acquire(call.ask, now, call.tried, len(call.history) + 1) if paid else None
+    if attempt is None:
+        signals.hedges_denied += 1
+        return None
+    signals.attempts += 1
+    signals.hedges += hedges
+    signals.reroutes += not hedges
+    call.history.append(attempt)
+    call.tried.add(attempt.state)
+    return attempt

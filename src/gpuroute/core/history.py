@@ -7,6 +7,10 @@ last outlier; of their logarithms they are not, and "ten times the usual" is one
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gpuroute.core.attempt import Attempt
 
 SPREAD_FLOOR = 0.25  # e^0.25: even a steady endpoint varies by a quarter
 ENOUGH = 20  # below that many samples nothing is called abnormal
@@ -47,13 +51,21 @@ class LogMean:
 
 
 class History:
-    """Normal times of one endpoint or pool: `ttft` per unit of prompt, `gap` between chunks; seconds."""
+    """Normal times of one endpoint or pool: `ttft` per unit of prompt, `whole` answers, `gap` between chunks; seconds."""
 
-    __slots__ = ("gap", "ttft")
+    __slots__ = ("gap", "ttft", "whole")
 
     def __init__(self) -> None:
         self.ttft = LogMean()
+        self.whole = LogMean()
         self.gap = LogMean(0.01)
+
+    def first(self, attempt: Attempt, seconds: float) -> None:
+        """Learn the time to a first byte."""
+        if attempt.whole:
+            self.whole.add(seconds)
+        else:
+            self.ttft.add(seconds / prompt_units(attempt.tokens))
 
 
 def prompt_units(tokens: int) -> float:

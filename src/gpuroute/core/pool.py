@@ -6,7 +6,7 @@ said when", "take a sick one rather than none" (panic, fail open) and "nobody".
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gpuroute.core.breaker import BreakerRules
@@ -51,6 +51,7 @@ class PoolRules:
     outliers: OutlierRules = OutlierRules()
     watchdog: WatchdogRules = WatchdogRules()
     hedge: HedgeRules = HedgeRules()
+    continuation: bool = False
 
 
 class Pool:
@@ -59,6 +60,7 @@ class Pool:
     __slots__ = (
         "budget",
         "hedges",
+        "late",
         "lock",
         "mean_tokens",
         "name",
@@ -88,6 +90,7 @@ class Pool:
         self.hedges = Budget(rules.hedge.hedge_share, floor=0.1)
         self.reroutes = Budget(rules.hedge.reroute_share, floor=0.1)
         self.outliers = Outliers(rules.outliers, now)
+        self.late = 0.0  # moving share of calls that were due for a reroute
         self.mean_tokens = 0.0
         self.placements = Placements()
         self.survivors = Survivors(self.shared)
@@ -228,14 +231,3 @@ class Pool:
             attempt.queued = bid.queue_tokens(self.mean_tokens) if bid else 0.0
         if picker.wants_ladder and (keys := ask.keys()):
             self.placements.remember(keys, attempt.state.id)
-
-
-def merge_rules(rules: PoolRules, spec: PoolSpec, explicit: Container[str] = ()) -> PoolRules:
-    """Rules with the registry's pool config applied, except for the fields that were set explicitly by the user."""
-    config = spec.config
-    found = {"policy": config.policy, "timeout": config.timeout, "max_in_flight": config.max_in_flight}
-    changes = {name: value for name, value in found.items() if value is not None and name not in explicit}
-    merged = replace(rules, **changes) if changes else rules  # type: ignore[arg-type]
-    if config.attempts is not None and "attempts" not in explicit:
-        merged = replace(merged, retry=replace(merged.retry, attempts=config.attempts))
-    return merged

@@ -27,6 +27,7 @@ class Signals:
     hedges: int = 0
     hedges_denied: int = 0
     reroutes: int = 0
+    continuations: int = 0
     keyless: int = 0
 
     def as_dict(self) -> dict[str, int]:

@@ -3,7 +3,8 @@
 A hung GPU answers `/health` with 200, so only missing progress shows it. An attempt may be silent for as long as its
 endpoint (or the pool, whichever is slower) has rarely exceeded before. Two guards keep overload from looking like a hang:
 what was waited for in vain is learned as a sample, so the limit grows with the queue; and when a third of the pool is
-silent at once the watchdog stands down, because that is saturation.
+silent at once the watchdog stands down, because that is saturation. An answer that comes in one piece is as late as it
+is long, so it has a history of its own and the wider bound.
 """
 
 from __future__ import annotations
@@ -48,6 +49,10 @@ class WatchdogRules:
         state = attempt.state
         if not self.enabled or len(state.pool.stalling) > max(1, endpoints // 3):
             return INF
+        if attempt.whole:
+            own = state.history.whole.high(self.gap_spreads) if state.history else INF
+            common = state.pool.history.whole.high(self.gap_spreads)
+            return max(self.gap_floor_s, common if math.isinf(own) else max(own, common))
         own = state.history.ttft.high(self.first_spreads) if state.history else INF
         common = state.pool.history.ttft.high(self.first_spreads)
         usual = common if math.isinf(own) else max(own, common)

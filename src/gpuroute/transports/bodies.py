@@ -7,10 +7,12 @@ generators once. For those the attempt counts as sent from the first byte on, so
 from __future__ import annotations
 
 import json
+import re
+from copy import copy
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpuroute.errors import ConfigError
-from gpuroute.forms import parse_duration
+from gpuroute.forms import parse_boolean, parse_duration
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -19,7 +21,11 @@ if TYPE_CHECKING:
 
 NAME = "gpuroute"
 PREFIX = b"x-gpuroute-"
-ACCEPTED = "timeout (seconds), key (text), attempts (a whole number of at least 1)"
+ACCEPTED = (
+    "timeout (seconds), key (text), attempts (a whole number of at least 1), hedge, reroute, continuation (true, false)"
+)
+GENERATES = (b"/chat/completions", b"/completions", b"/messages", b"/responses")
+_STREAM = re.compile(rb'"stream"\s*:\s*true')
 
 Header = tuple[bytes, bytes]
 
@@ -30,6 +36,9 @@ class Options(NamedTuple):
     timeout: float | None = None
     key: str | None = None
     attempts: int | None = None
+    hedge: bool | None = None
+    reroute: bool | None = None
+    continuation: bool | None = None
 
 
 NO_OPTIONS = Options()
@@ -38,7 +47,7 @@ NO_OPTIONS = Options()
 class Outgoing:
     """One request of the caller, read once: immutable but for its body's progress."""
 
-    __slots__ = ("body", "content", "extensions", "headers", "method", "options", "path", "timeouts")
+    __slots__ = ("body", "content", "extensions", "headers", "method", "options", "path", "timeouts", "whole")
 
     def __init__(self, request: Any, library: Any) -> None:
         self.method: str = request.method
@@ -50,6 +59,16 @@ class Outgoing:
         self.options = read_options(own, asked) if own or asked else NO_OPTIONS
         self.content = content_of(request, library)
         self.body = Body(request.stream, self.content, library)
+        self.whole = self.content is not None and is_generation(self.path) and not wants_stream(self.content)
+
+    def with_content(self, content: bytes) -> Outgoing:
+        """The same request with another body."""
+        other = copy(self)
+        length = (b"Content-Length", str(len(content)).encode())
+        other.headers = [*(header for header in self.headers if header[0].lower() != b"content-length"), length]
+        other.content = content
+        other.body = Body(None, content, None)
+        return other
 
 
 class Body:
@@ -126,7 +145,28 @@ def read_options(own: Any, asked: dict[str, str]) -> Options:
     key = merged.get("key")
     if key is not None and not isinstance(key, str):
         raise ConfigError(f"key={key!r} of a call: expected text")
-    return Options(_timeout(merged.get("timeout")), key, _attempts(merged.get("attempts")))
+    flags = (_flag(name, merged.get(name)) for name in ("hedge", "reroute", "continuation"))
+    return Options(_timeout(merged.get("timeout")), key, _attempts(merged.get("attempts")), *flags)
+
+
+def is_generation(path: bytes) -> bool:
+    """True for the interfaces that generate text."""
+    return path.partition(b"?")[0].endswith(GENERATES)
+
+
+def wants_stream(content: bytes) -> bool:
+    """True if a JSON body asks for its answer as a stream. Does not parse it."""
+    at = content.rfind(b'"stream"')
+    return at >= 0 and _STREAM.match(content, at) is not None
+
+
+def _flag(name: str, value: Any) -> bool | None:
+    if value is None or isinstance(value, bool):
+        return value
+    try:
+        return parse_boolean(str(value))
+    except ValueError:
+        raise ConfigError(f"{name}={value!r} of a call: expected true or false") from None
 
 
 def _timeout(value: Any) -> float | None:

@@ -16,6 +16,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from gpuroute.errors import ConfigError, DeadlineExceeded, NoEndpointAvailable
+from gpuroute.transports.hedging import race_tasks, race_threads
 from gpuroute.transports.routes import ANY_POOL, LARGE_BODY, Route, Routes
 from gpuroute.transports.trips import Head, Trip
 
@@ -59,10 +60,14 @@ class Primitives(Routes):
         return self._outside(self._all, self.library.client.HTTPTransport)
 
     def _stream(self, trip: Trip, source: Any, chunks: Any, first: bytes | None) -> Any:
-        return self.library.stream(trip, source, chunks, first)
+        inner, seam = self.library.stream(trip, source, chunks, first), trip.route.seam
+        return inner if seam is None or seam.joined else self.library.seamless(self, trip.route, seam, inner)
 
     def _sleep(self, seconds: float) -> None:
         time.sleep(seconds)
+
+    def _race(self, trip: Trip) -> Any:
+        return race_threads(trip, self._try, self._hedge)
 
     def _ask(self, call: Call) -> Asking | None:
         return self._asker.ask(call) if self._asker is not None else None
@@ -115,10 +120,14 @@ class AsyncPrimitives(Routes):
         return self._outside(self._pools(), self.library.client.AsyncHTTPTransport)
 
     def _stream(self, trip: Trip, source: Any, chunks: Any, first: bytes | None) -> Any:
-        return self.library.async_stream(trip, source, chunks, first)
+        inner, seam = self.library.async_stream(trip, source, chunks, first), trip.route.seam
+        return inner if seam is None or seam.joined else self.library.async_seamless(self, trip.route, seam, inner)
 
     async def _sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
+
+    async def _race(self, trip: Trip) -> Any:
+        return await race_tasks(trip, self._try, self._hedge)
 
     async def _ask(self, call: Call) -> Asking | None:
         return await self._asker.ask_async(call) if self._asker is not None else None
@@ -182,19 +191,20 @@ class Driver(Primitives):
         if self._needs_prompt(route):
             self._prompt(route)
         self._open(route)
-        return self._drive(route)
+        return self.drive(route)
 
-    def _drive(self, route: Route) -> Any:
+    def drive(self, route: Route) -> Any:
+        """Attempt after attempt until one is final: its response, or the exception that the caller shall see."""
         call, clock, pools = route.call, self.router.clock, self._pools()
         last: Any = None
         try:
-            if self._asks(route):
+            if route.asked is None and self._asks(route):
                 route.asked = self._ask(call)
             while True:
                 while (pause := call.delay(clock())) > 0:
                     self._sleep(pause)
                 trip = self._depart(route, pools)
-                last = self._try(trip)
+                last = self._race(trip) if trip.may_hedge else self._try(trip)
                 if not trip.again:
                     break
         except (NoEndpointAvailable, DeadlineExceeded) as error:
@@ -296,19 +306,20 @@ class AsyncDriver(AsyncPrimitives):
         if self._needs_prompt(route):
             await self._prompt(route)
         self._open(route)
-        return await self._drive(route)
+        return await self.drive(route)
 
-    async def _drive(self, route: Route) -> Any:
+    async def drive(self, route: Route) -> Any:
+        """Attempt after attempt until one is final: its response, or the exception that the caller shall see."""
         call, clock, pools = route.call, self.router.clock, self._pools()
         last: Any = None
         try:
-            if self._asks(route):
+            if route.asked is None and self._asks(route):
                 route.asked = await self._ask(call)
             while True:
                 while (pause := call.delay(clock())) > 0:
                     await self._sleep(pause)
                 trip = self._depart(route, pools)
-                last = await self._try(trip)
+                last = await (self._race(trip) if trip.may_hedge else self._try(trip))
                 if not trip.again:
                     break
         except (NoEndpointAvailable, DeadlineExceeded) as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from gpuroute import errors
+from gpuroute.transports.continuation import AsyncSeamless, Seamless
 from gpuroute.transports.streams import AsyncStream, Stream
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ class Library:
         self.deadline_exceeded = deadline_exceeded
         self.stream: Any = type("ResponseStream", (Stream, client.SyncByteStream), {})
         self.async_stream: Any = type("AsyncResponseStream", (AsyncStream, client.AsyncByteStream), {})
+        self.seamless: Any = type("SeamlessStream", (Seamless, client.SyncByteStream), {})
+        self.async_seamless: Any = type("AsyncSeamlessStream", (AsyncSeamless, client.AsyncByteStream), {})
         self._own = {
             getattr(core, name): getattr(client, name)
             for name in (

@@ -6,6 +6,7 @@ neither waits for is here.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import unquote
 
@@ -15,11 +16,13 @@ from gpuroute.core.fleet import PoolSpec
 from gpuroute.core.pool import Pool, PoolRules
 from gpuroute.core.prefix import ladder
 from gpuroute.core.retry import RetryRules
+from gpuroute.core.watchdog import WatchdogRules
 from gpuroute.engines.prompts import read_prompt
 from gpuroute.errors import DeadlineExceeded, NoEndpointAvailable, UnknownPool
 from gpuroute.observe import observer, watch
 from gpuroute.transports.asking import asker_of
 from gpuroute.transports.bodies import Outgoing, model_of
+from gpuroute.transports.continuation import seam_of
 from gpuroute.transports.pools import Limits, Pools, Trust
 from gpuroute.transports.trips import LEAVE, STAY, Settled, Trip
 
@@ -33,7 +36,9 @@ if TYPE_CHECKING:
     from gpuroute.observe import Observer
     from gpuroute.router import Router
     from gpuroute.transports.asking import Asking
+    from gpuroute.transports.continuation import Seam
     from gpuroute.transports.library import Library
+    from gpuroute.transports.trips import Head
     from gpuroute.transports.wires import SocketOption
 
 ANY_POOL = "gpuroute"
@@ -46,7 +51,7 @@ _CREDENTIALS = frozenset((b"authorization", b"cookie", b"proxy-authorization", b
 class Route:
     """One call of the caller: what it asked, where it goes, and how far it is told to the observer."""
 
-    __slots__ = ("asked", "call", "ended", "name", "observer", "out", "pin", "pool", "prompt")
+    __slots__ = ("asked", "call", "continues", "ended", "name", "observer", "out", "pin", "pool", "prompt", "seam")
 
     call: Call
     pool: Pool
@@ -59,6 +64,13 @@ class Route:
         self.observer: Observer = observer()
         self.ended = False
         self.asked: Asking | None = None
+        self.continues = False
+        self.seam: Seam | None = None
+
+    def began(self, trip: Trip, head: Head) -> None:
+        """The first bytes are about to be handed out: keep what a continuation would need, if the call wants one."""
+        if self.continues and self.seam is None and trip.watch is not None and trip.watch.is_events:
+            self.seam = seam_of(self.out, head, trip.link.endpoint.engine)
 
     def read(self) -> Prompt | None:
         """The prompt in the body; reads it the first time."""
@@ -77,6 +89,7 @@ class Routes:
     """What a transport of either kind is made of. Arguments: see `gpuroute.httpx2.Transport`."""
 
     library: ClassVar[Library]
+    _try: Any  # of the drivers: send one attempt
 
     def __init__(
         self,
@@ -102,6 +115,7 @@ class Routes:
             router.clock,
             settings.connect_timeout,
             cookies=settings.cookies if cookies is None else cookies,
+            deadline_header=settings.deadline_header,
         )
         self._trust = Trust(self.library, verify=verify, cert=cert, trust_env=trust_env)
         self._limits = _limits(limits)
@@ -178,13 +192,24 @@ class Routes:
             attempts=1 if route.pin else options.attempts,
             replayable=route.out.body.replayable,
         )
+        rules = route.call.hedging
+        hedge, reroute = options.hedge, options.reroute
+        if hedge is not None or reroute is not None:
+            route.call.hedging = replace(
+                rules,
+                hedge=rules.hedge if hedge is None else hedge,
+                reroute=rules.reroute if reroute is None else reroute,
+            )
+        wanted = route.pool.rules.continuation if options.continuation is None else options.continuation
+        route.continues = wanted and not route.pin and not route.out.whole
 
     def _unrouted(self, url: str, route: Route) -> Call:
         """A call to the fallback URL: one attempt, no policy, the same driver."""
         pool = self._fallbacks.get(url)
         if pool is None:
             spec = PoolSpec("fallback", (Endpoint("fallback", url),))
-            rules = PoolRules(policy="random", retry=RetryRules(attempts=1))
+            watchdog = WatchdogRules(enabled=False)  # nobody else could take over
+            rules = PoolRules(policy="random", retry=RetryRules(attempts=1), watchdog=watchdog)
             pool = self._fallbacks[url] = Pool(spec, rules, random=self.router.random)
         timeout = route.out.options.timeout or self.router.settings.timeout
         return Call(pool, self.router.clock(), timeout=timeout, replayable=False)
@@ -200,6 +225,15 @@ class Routes:
             route.asked.take(attempt)
         link = pools.link(attempt.state, call.pool, self.router.version)
         return Trip(self._settled, route, attempt, link, pools)
+
+    def _hedge(self, first: Trip) -> Trip | None:
+        """A second attempt beside the first, if that is allowed."""
+        route = first.route
+        attempt = route.call.hedge(self.router.clock())
+        if attempt is None:
+            return None
+        link = first.pools.link(attempt.state, route.call.pool, self.router.version)
+        return Trip(self._settled, route, attempt, link, first.pools)
 
     def _pinned(self, route: Route, now: float) -> Attempt:
         call = route.call

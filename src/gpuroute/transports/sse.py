@@ -56,6 +56,11 @@ class Watch:
         self.bytes += len(chunk)
 
     @property
+    def is_events(self) -> bool:
+        """True for an event stream."""
+        return self._is_events
+
+    @property
     def ended(self) -> bool:
         """True if the mark of a regular end was delivered."""
         return self._is_events and any(map(_ends, self._events()[-3:]))

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 STAY = "gpuroute-endpoint="
 LEAVE = "gpuroute-leave"
 SHOULD_RETRY = b"x-should-retry"
+ATTEMPT = "x-gpuroute-attempt"
+"""Tells an endpoint that this is not the call's first attempt, and which one it is."""
 
 
 class Head:
@@ -78,10 +80,19 @@ _READ = frozenset((b"content-length", b"content-type", b"location", b"retry-afte
 class Settled:
     """The settings of one transport that its calls read."""
 
-    __slots__ = ("clock", "connect_timeout", "cookies", "library")
+    __slots__ = ("clock", "connect_timeout", "cookies", "deadline_header", "library")
 
-    def __init__(self, library: Library, clock: Callable[[], float], connect_timeout: float, *, cookies: bool) -> None:
+    def __init__(
+        self,
+        library: Library,
+        clock: Callable[[], float],
+        connect_timeout: float,
+        *,
+        cookies: bool,
+        deadline_header: str | None = None,
+    ) -> None:
         self.library = library
+        self.deadline_header = deadline_header
         self.clock = clock
         self.connect_timeout = connect_timeout
         self.cookies = cookies
@@ -92,7 +103,7 @@ class Trip:
 
     __slots__ = (
         "_extra", "_token", "again", "attempt", "call", "connect_s", "connection", "link", "out", "pools", "resent",
-        "route", "settled", "watch",
+        "route", "settled", "silent", "watch",
     )  # fmt: skip
 
     def __init__(self, settled: Settled, route: Route, attempt: Attempt, link: Link, pools: Pools) -> None:
@@ -108,7 +119,9 @@ class Trip:
         self.watch: Watch | None = None
         self.connect_s: float | None = None
         self.resent = False
-        self._extra: dict[str, str] = {}
+        self.silent = False
+        attempt.whole = self.out.whole
+        self._extra: dict[str, str] = {} if attempt.number == 1 else {ATTEMPT: str(attempt.number)}
         self._token = route.observer.attempt_started(route.call, attempt, self._extra)
 
     # ------------------------------------------------------------------------------------------ sending
@@ -117,6 +130,9 @@ class Trip:
         """The request as it goes to this endpoint, for httpcore."""
         core, link, out = self.settled.library.core, self.link, self.out
         headers = out.headers
+        if self.settled.deadline_header is not None and self.call.deadline != math.inf:
+            left = max(0.0, self.call.time_left(self.settled.clock()))
+            self._extra[self.settled.deadline_header] = str(int(left * 1_000))
         replaced = link.overridden
         if self._extra:
             replaced = replaced.union(name.lower().encode() for name in self._extra)
@@ -152,10 +168,26 @@ class Trip:
         return left if limit is None else min(left, limit)
 
     def use(self, connection: Connection) -> None:
-        """Send by this connection, until the deadline at the latest."""
+        """Send by this connection, until the deadline at the latest, and no longer than its silence is normal."""
         self.connection = connection
-        endless = self.call.deadline == math.inf
-        connection.wire.begin(None if endless else time.monotonic() + self.call.time_left(self.settled.clock()))
+        call, rules = self.call, self.call.pool.rules.watchdog
+        until = None if call.deadline == math.inf else time.monotonic() + call.time_left(self.settled.clock())
+        if rules.enabled:
+            quiet = rules.gap_floor_s if self.attempt.whole else rules.first_floor_s
+            connection.wire.begin(until, quiet, self._patience)
+        else:
+            connection.wire.begin(until)
+        if self.attempt.outcome is not None:  # it lost a race while it was connecting
+            self.drop()
+            raise self.settled.library.core.ConnectError("the call went on elsewhere")
+
+    def _patience(self) -> float:
+        """Seconds that the endpoint may still be silent; none left means that this attempt is over."""
+        call, attempt = self.call, self.attempt
+        usual = call.patience(attempt) if attempt.first is None else call.gap_patience(attempt)
+        left = usual - (self.settled.clock() - attempt.last)
+        self.silent = left <= 0
+        return left
 
     def may_resend(self, error: Exception) -> bool:
         """True if a kept-alive connection died without a word: the server had closed it while the request was on its way.
@@ -180,11 +212,25 @@ class Trip:
         attempt, now = self.attempt, self.settled.clock()
         if attempt.outcome is not None:
             return False
-        again = self.call.finish(attempt, outcome, now, retry_after=retry_after, reason=reason, answered=answered)
+        seam = self.route.seam
+        resumable = seam is not None and attempt.first is not None and outcome.retryable and seam.can_resume
+        if self.silent and outcome is Outcome.TIMED_OUT:
+            again = self.call.stalled(attempt, now, resumable=resumable)
+        else:
+            again = self.call.finish(
+                attempt,
+                outcome,
+                now,
+                retry_after=retry_after,
+                reason=reason,
+                answered=answered,
+                resumable=resumable,
+            )
+        self.again = again
         self.route.observer.attempt_ended(self._token, self.call, attempt)
         if self.route.asked is not None:
             self.route.asked.tell(attempt)
-        if not again:
+        if not again and not self.call.is_live:
             self.route.conclude(now)
         return again
 
@@ -230,6 +276,10 @@ class Trip:
             self.again = self.failed_inside(failure)
             return self.interruption(failure)
         self.attempt.first_token(self.settled.clock())
+        rules = self.call.pool.rules.watchdog
+        if self.connection is not None:
+            self.connection.wire.quiet = rules.gap_floor_s if rules.enabled else math.inf
+        self.route.began(self, head)
         if self.route.asked is not None:
             self.route.asked.began(self.attempt, head.content_type, first)
         if whole:
@@ -240,6 +290,7 @@ class Trip:
         """The response was read to its end: the connection may serve again."""
         connection, self.connection = self.connection, None
         if connection is not None:
+            connection.wire.patience = None
             self.pools.give_back(connection)
         self.link.gate.leave(self)
 
@@ -249,6 +300,26 @@ class Trip:
         if connection is not None:
             connection.wire.close()
         self.link.gate.leave(self)
+
+    @property
+    def may_hedge(self) -> bool:
+        """True if a second attempt may start beside this one."""
+        call = self.call
+        wanted = call.hedging.hedge or call.hedging.reroute
+        return wanted and call.replayable and len(call.history) < call.attempts
+
+    def lose(self) -> None:
+        """Another attempt of this call answered first: hang up, from any thread, and teach nothing."""
+        self.end(Outcome.CANCELLED, "another attempt was quicker")
+        connection = self.connection
+        if connection is not None:
+            connection.wire.abort()
+
+    @property
+    def lost(self) -> bool:
+        """True if it ended so that another attempt may do better."""
+        outcome = self.attempt.outcome
+        return outcome is not None and outcome.retryable
 
     def cancelled(self, reason: str = "closed early") -> None:
         """The caller lost interest: hang up, and teach nothing."""

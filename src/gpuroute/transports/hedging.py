@@ -1,0 +1,95 @@
+"""Two attempts of one call side by side: the first answer wins, the other is hung up on.
+
+When a second attempt is due, and whether it may start, is the core's decision (`Call.hedge_after`, `Call.hedge`). Here
+are the two ways to wait for both: tasks, and threads for callers without an event loop. A call costs a task or a thread
+only if its pool (or the call itself) has `hedge` or `reroute` on.
+
+An attempt that fails while the other one is under way does not end the call; the other decides. Losing teaches nothing,
+closes the socket, and counts for neither endpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import math
+import queue
+import threading
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+    from gpuroute.transports.trips import Trip
+
+
+def patience_left(first: Trip) -> float | None:
+    """Seconds until a second attempt is due beside this one; None: never."""
+    after = first.call.hedge_after(first.attempt)
+    if after == math.inf:
+        return None
+    return max(0.0, after - (first.settled.clock() - first.attempt.started))
+
+
+async def race_tasks(
+    first: Trip, run: Callable[[Trip], Coroutine[Any, Any, Any]], second: Callable[[Trip], Trip | None]
+) -> Any:
+    """What `run(first)` gives, or `run` of a second attempt if that is quicker; `first.again` is then the winner's."""
+    live = {asyncio.ensure_future(run(first)): first}
+    timeout = patience_left(first)
+    try:
+        while True:
+            done, _ = await asyncio.wait(live, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            timeout = None
+            for task in done:
+                trip = live.pop(task)
+                if not (trip.lost and live):
+                    first.again = trip.again
+                    return task.result()
+            if not done and (other := second(first)) is not None:
+                live[asyncio.ensure_future(run(other))] = other
+    finally:
+        for task, trip in live.items():
+            trip.lose()
+            task.cancel()
+
+
+def race_threads(first: Trip, run: Callable[[Trip], Any], second: Callable[[Trip], Trip | None]) -> Any:
+    """The same for a thread: each attempt runs in one of its own, and the caller's thread waits."""
+    ended: queue.SimpleQueue[tuple[Trip, Any, BaseException | None]] = queue.SimpleQueue()
+    live = {first}
+    _begin(first, run, ended)
+    timeout = patience_left(first)
+    try:
+        while True:
+            try:
+                trip, result, error = ended.get(timeout=timeout)
+            except queue.Empty:
+                timeout = None
+                if (other := second(first)) is not None:
+                    live.add(other)
+                    _begin(other, run, ended)
+                continue
+            live.discard(trip)
+            if error is not None:
+                raise error
+            if not (trip.lost and live):
+                first.again = trip.again
+                return result
+    finally:
+        for trip in live:
+            trip.lose()
+
+
+def _begin(
+    trip: Trip, run: Callable[[Trip], Any], ended: queue.SimpleQueue[tuple[Trip, Any, BaseException | None]]
+) -> None:
+    context = contextvars.copy_context()
+
+    def work() -> None:
+        try:
+            ended.put((trip, context.run(run, trip), None))
+        except BaseException as error:
+            ended.put((trip, None, error))
+
+    threading.Thread(target=work, name="gpuroute-hedge", daemon=True).start()

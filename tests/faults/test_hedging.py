@@ -1,0 +1,136 @@
+"""Second attempts beside the first: opt in, bounded, and the loser's socket is closed."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from fault_world import TEXT, ask, experienced, signals, vllm
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from http_caller import Caller
+
+    from gpuroute.testing import GpuServer
+
+
+def patient(client: Caller) -> None:
+    """The watchdog shall not be what helps here."""
+    experienced(client, floor=30.0)
+
+
+def test_a_late_first_byte_is_overtaken_and_the_loser_is_hung_up_on(
+    gpus: Callable[..., list[GpuServer]], call: Callable[..., Caller], kind: str, eventually: Callable[..., None]
+) -> None:
+    slow, quick = gpus(2)
+    client = call(kind, vllm([slow, quick]), hedge=True)
+    patient(client)
+    slow.hang()
+    started = time.monotonic()
+    response = client.open(TEXT, json=ask())
+    assert b"[DONE]" in client.read(response)
+    assert time.monotonic() - started < 2
+    outcomes = [(a["endpoint"], a["outcome"]) for a in response.extensions["gpuroute"]["attempts"]]
+    assert outcomes[0][0] == "gpu-0"
+    assert outcomes[1][0] == "gpu-1"
+    eventually(lambda: slow.state()["cancelled"] == 1, "the engine saw the loser's connection close", 5)
+    assert signals(client)["hedges"] == 1
+    states = client.router.pool("llama").snapshot.states
+    assert (states[0].failed, states[0].breaker.failures) == (0, 0)
+
+
+def test_the_first_may_still_win(
+    gpus: Callable[..., list[GpuServer]], call: Callable[..., Caller], kind: str, eventually: Any
+) -> None:
+    first, second = gpus(2)
+    client = call(kind, vllm([first, second]), hedge=True)
+    patient(client)
+    second.hang()
+    first.answer(200, body='{"from": "first"}', delay=0.3)
+    assert client.post(TEXT, json=ask()).json() == {"from": "first"}
+    assert signals(client)["hedges"] == 1
+    eventually(lambda: second.state()["cancelled"] == 1, "the hedge was hung up on", 5)
+
+
+def test_a_failure_beside_a_live_attempt_does_not_end_the_call(
+    gpus: Callable[..., list[GpuServer]], call: Callable[..., Caller], kind: str
+) -> None:
+    first, second = gpus(2)
+    client = call(kind, vllm([first, second]), hedge=True)
+    patient(client)
+    first.answer(200, body='{"from": "first"}', delay=0.4)
+    second.answer(500, delay=0.05)
+    answer = client.post(TEXT, json=ask())
+    assert answer.json() == {"from": "first"}
+    assert signals(client)["retries"] == 0
+
+
+def test_when_both_fail_the_call_goes_on(
+    gpus: Callable[..., list[GpuServer]], call: Callable[..., Caller], kind: str
+) -> None:
+    servers = gpus(3)
+    client = call(kind, vllm(servers), hedge=True)
+    patient(client)
+    servers[0].answer(503, delay=0.2, count=1)
+    servers[1].answer(500, delay=0.3, count=1)
+    assert client.post(TEXT, json=ask(stream=False)).status_code == 200
+    assert servers[2].state()["received"] == 1
+
+
+@pytest.mark.parametrize("how", ["setting", "call"])
+def test_off_by_default_and_on_for_one_call(
+    gpus: Callable[..., list[GpuServer]], call: Callable[..., Caller], kind: str, how: str
+) -> None:
+    servers = gpus(2)
+    client = call(kind, vllm(servers), hedge=how == "setting")
+    patient(client)
+    servers[0].answer(200, body="{}", delay=0.3)
+    servers[1].answer(200, body="{}", delay=0.3)
+    options = {"gpuroute": {"hedge": how == "call"}}
+    client.post(TEXT, json=ask(), extensions=options)
+    assert signals(client)["hedges"] == (how == "call")
+    client.post(TEXT, json=ask(), headers={"x-gpuroute-hedge": "no"})
+    assert signals(client)["hedges"] == (how == "call")
+
+
+def test_at_most_the_share(gpus: Callable[..., list[GpuServer]], call: Callable[..., Caller]) -> None:
+    servers = gpus(4)
+    client = call("httpx2", vllm(servers), hedge=True)
+    experienced(client, ttft=0.0001, floor=30.0)  # nearly every call is late by this
+    for _ in range(20):
+        client.many(10, TEXT, json=ask(2))
+    found = signals(client)
+    assert found["calls"] == 200
+    assert 1 <= found["hedges"] <= 0.05 * 200 + 2
+    assert found["hedges_denied"] > 0
+
+
+def test_a_call_that_still_queues_is_rerouted(
+    gpus: Callable[..., list[GpuServer]], call: Callable[..., Caller], kind: str
+) -> None:
+    slow, quick = gpus(2)
+    client = call(kind, vllm([slow, quick]), reroute=True)
+    patient(client)
+    slow.hang()
+    started = time.monotonic()
+    assert client.post(TEXT, json=ask(stream=False)).status_code == 200
+    assert 1.0 <= time.monotonic() - started < 4  # 1 s + 2x its own prefill
+    assert signals(client)["reroutes"] == 1
+    assert signals(client)["hedges"] == 0
+
+
+def test_reroutes_stop_while_the_pool_is_saturated(
+    gpus: Callable[..., list[GpuServer]], call: Callable[..., Caller]
+) -> None:
+    client = call("httpx2-sync", vllm(gpus(2)), reroute=True)
+    now = client.router.clock()
+    rerouted = 0
+    for _ in range(60):  # every call is late
+        one = client.router.call("llama")
+        one.next_attempt(now)
+        rerouted += one.hedge(now) is not None
+        one.close(now)
+    assert 0 < rerouted < 15
+    assert signals(client)["hedges_denied"] > 40

@@ -1,0 +1,132 @@
+"""Hung is not busy: silence that is not normal ends an attempt, moves the call, and takes the endpoint out."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+from fault_world import TEXT, ask, experienced, signals, vllm
+
+from gpuroute.core.outcome import Outcome
+from gpuroute.errors import StreamStalled
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from http_caller import Caller
+
+    from gpuroute.testing import GpuServer
+
+
+def test_a_hung_engine_is_left_and_after_two_in_a_row_it_is_out(
+    gpus: Callable[..., list[GpuServer]], call: Callable[..., Caller], kind: str
+) -> None:
+    servers = gpus(3)
+    client = call(kind, vllm(servers))
+    experienced(client)
+    servers[0].hang()  # its /health still says 200
+    started = time.monotonic()
+    for _ in range(12):
+        response = client.open(TEXT, json=ask())
+        assert b"[DONE]" in client.read(response)
+    assert time.monotonic() - started < 3
+    assert servers[0].state()["received"] <= 3
+    assert signals(client)["stalls"] == 2
+    assert signals(client)["ejections"] == 1
+    assert client.router.snapshot().pools["llama"].endpoints[0].limit == 0
+
+
+def test_the_stalled_attempt_says_so_and_nothing_was_delivered_twice(
+    gpus: Callable[..., list[GpuServer]], call: Callable[..., Caller], kind: str
+) -> None:
+    servers = gpus(2)
+    client = call(kind, vllm(servers))
+    experienced(client)
+    servers[0].hang()
+    response = client.open(TEXT, json=ask(), headers={"x-request-id": "one"})
+    client.read(response)
+    first, second = response.extensions["gpuroute"]["attempts"]
+    assert (first["endpoint"], first["outcome"]) == ("gpu-0", Outcome.TIMED_OUT.label)
+    assert first["reason"].startswith("silent for 0.1")
+    assert second["endpoint"] == "gpu-1"
+    assert servers[1].last_request.header("x-gpuroute-attempt") == "2"
+    assert servers[0].last_request.header("x-gpuroute-attempt") is None
+
+
+def test_a_stream_that_falls_silent_is_stream_stalled_with_what_came(
+    gpus: Callable[..., list[GpuServer]], call: Callable[..., Caller], kind: str
+) -> None:
+    servers = gpus(2)
+    client = call(kind, vllm(servers))
+    experienced(client)
+    servers[0].stall_mid_stream(3)
+    with pytest.raises(StreamStalled) as caught:
+        client.read(client.open(TEXT, json=ask(10)))
+    assert isinstance(caught.value, client.library.HTTPError)
+    assert (caught.value.endpoint, caught.value.events_received) == ("gpu-0", 3)
+    assert len(caught.value.partial_text) == 3 * 4
+    assert servers[1].state()["received"] == 0
+
+
+def test_the_last_attempt_is_waited_for_longer(
+    gpus: Callable[..., list[GpuServer]], call: Callable[..., Caller], kind: str
+) -> None:
+    """A late answer is better than none: 0.3 s of silence ends a first attempt here, but not one without successor."""
+    servers = gpus(1)
+    client = call(kind, vllm(servers))
+    experienced(client)
+    servers[0].hang()
+    started = time.monotonic()
+    with pytest.raises(client.library.ReadTimeout):
+        client.post(TEXT, json=ask(), extensions={"gpuroute": {"attempts": 1}})
+    assert 0.55 < time.monotonic() - started < 2
+
+
+def test_a_whole_answer_is_not_judged_by_the_first_bytes_of_streams(
+    gpus: Callable[..., list[GpuServer]], call: Callable[..., Caller], kind: str
+) -> None:
+    servers = gpus(2, time_scale=0.2)
+    client = call(kind, vllm(servers))
+    experienced(client, floor=0.05)
+    answer = client.post(TEXT, json=ask(200, stream=False))  # some 0.3 s before its first byte
+    assert answer.json()["usage"]["completion_tokens"] == 200
+    assert signals(client)["stalls"] == 0
+
+
+def test_when_a_third_of_the_pool_is_silent_that_is_saturation(
+    gpus: Callable[..., list[GpuServer]], call: Callable[..., Caller]
+) -> None:
+    servers = gpus(3)
+    client = call("httpx2-sync", vllm(servers))
+    experienced(client)
+    pool = client.router.pool("llama")
+    attempt = client.router.call("llama").next_attempt(client.router.clock())
+    assert pool.rules.watchdog.first_byte(attempt, 3) < 1
+    pool.shared.stalling.update(pool.snapshot.states[:2])
+    assert pool.rules.watchdog.first_byte(attempt, 3) == float("inf")
+    attempt.finish(Outcome.CANCELLED, client.router.clock())
+
+
+def test_off_means_the_clients_own_timeouts(
+    gpus: Callable[..., list[GpuServer]], call: Callable[..., Caller], kind: str
+) -> None:
+    servers = gpus(2)
+    client = call(kind, vllm(servers), watchdog=False)
+    experienced(client)
+    servers[0].hang()
+    started = time.monotonic()
+    assert client.post(TEXT, json=ask(), timeout=0.6).status_code == 200
+    assert time.monotonic() - started >= 0.6
+    assert signals(client)["stalls"] == 0
+
+
+def test_the_deadline_travels_in_a_header_if_it_has_a_name(
+    gpus: Callable[..., list[GpuServer]], call: Callable[..., Caller], kind: str
+) -> None:
+    servers = gpus(1)
+    client = call(kind, vllm(servers), deadline_header="x-request-timeout")
+    client.post(TEXT, json=ask(), extensions={"gpuroute": {"timeout": 5.0}})
+    assert 4_000 < int(servers[0].last_request.header("x-request-timeout")) <= 5_000
+    client.post(TEXT, json=ask())
+    assert servers[0].last_request.header("x-request-timeout") is None
