@@ -15,8 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuroute.config import Secret, Settings, is_secret, rows, unknown_variables, variable
+from gpuroute.core.fleet import PoolConfig, PoolSpec
 from gpuroute.errors import ConfigError
 from gpuroute.forms import BOOLEAN, SECRET
+from gpuroute.router import Router
+from gpuroute.testing import FakeRegistry
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -199,27 +202,23 @@ def test_a_short_timeout_does_not_contradict_the_default_connect_timeout() -> No
 
 
 def test_precedence_argument_environment_pool_default() -> None:
-    environ = {"GPUROUTE_ATTEMPTS": "5", "GPUROUTE_TIMEOUT": "2s"}
-    settings = Settings.from_env(environ, timeout=7.5, zone=None)
-    assert [settings.source(name) for name in ("timeout", "attempts", "policy")] == [
-        "argument",
-        "environment",
-        "default",
-    ]
-    assert settings.prefer("timeout", 1.0) == 7.5
-    assert settings.prefer("attempts", 1) == 5
-    assert settings.prefer("policy", "p2c") == "p2c"
-    assert settings.prefer("policy", None) == "auto"
+    stated = PoolSpec("stated", (), PoolConfig(policy="p2c", timeout=1.0, attempts=1))
+    registry = FakeRegistry({"stated": stated, "silent": PoolSpec("silent")})
+    settings = Settings.from_env({"GPUROUTE_ATTEMPTS": "5"}, timeout=7.5, zone=None)
+    sources = [settings.source(name) for name in ("timeout", "attempts", "policy", "zone")]
+    assert sources == ["argument", "environment", "default", "default"]
+    with Router(registry, settings=settings) as router:
+        rules = router.pool("stated").rules
+        assert (rules.timeout, rules.retry.attempts, rules.policy) == (7.5, 5, "p2c")
+        assert router.pool("silent").rules.policy == "auto"
 
 
 def test_stating_the_default_is_stating_it() -> None:
-    assert Settings.from_env({"GPUROUTE_POLICY": "auto"}).prefer("policy", "p2c") == "auto"
-    assert Settings.from_env({}, attempts=3).prefer("attempts", 9) == 3
-
-
-def test_a_later_refusal_is_worded_alike() -> None:
-    settings = Settings.from_env({"GPUROUTE_REGISTRY": "redis://h"})
-    assert str(settings.error("registry", "etcd://")) == "GPUROUTE_REGISTRY='redis://h': expected etcd://"
+    registry = FakeRegistry({"stated": PoolSpec("stated", (), PoolConfig(policy="p2c", attempts=9))})
+    settings = Settings.from_env({"GPUROUTE_POLICY": "auto"}, attempts=3)
+    with Router(registry, settings=settings) as router:
+        rules = router.pool("stated").rules
+        assert (rules.policy, rules.retry.attempts) == ("auto", 3)
 
 
 def test_typed_arguments_keep_their_exact_value() -> None:

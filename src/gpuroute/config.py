@@ -168,16 +168,6 @@ class Settings:
         unstated = DEFAULT if getattr(self, name) == _row_of(name).default else ARGUMENT
         return dict(self.sources).get(name, unstated)
 
-    def prefer(self, name: str, pool_value: T | None) -> T:
-        """The value by precedence: argument > environment > `pool_value` (None: it has none) > default."""
-        if pool_value is None or self.source(name) != DEFAULT:
-            return cast(T, getattr(self, name))
-        return pool_value
-
-    def error(self, name: str, accepts: str) -> ConfigError:
-        """The error for a value that proved wrong after parsing, worded like all others."""
-        return ConfigError(_complaint(self.named(name), str(getattr(self, name)), accepts))
-
     def effective(self) -> list[dict[str, str | None]]:
         """Every setting with its value (secrets as ***) and source, JSON-able."""
         return [
