@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING
 from gpuroute.core.report import Queue
 from gpuroute.core.speed import TELLING_TOKENS, Rate, shrunk
 
+LATENCY_FADE_S = 10.0  # what was slow or failed, and has had no call since, is tried again within some tens of seconds
+WORST = math.log(60.0)  # a failure counts as slower each time, up to this
+
 if TYPE_CHECKING:
     from gpuroute.core.report import Report
     from gpuroute.core.state import EndpointState
@@ -28,6 +31,16 @@ def learn_first_token(state: EndpointState, uncached: int, queued: float, second
         state.queue = Queue()
     state.queue.learn(wait, now)
     speeds.waited(wait)
+
+
+def learn_latency(state: EndpointState, seconds: float, now: float, *, failed: bool) -> None:
+    """Peak EWMA: up at once, down slowly with samples, and with time. A failure is never fast: it counts as slower."""
+    usual = state.latency - (now - state.latency_at) / LATENCY_FADE_S
+    log = math.log(max(seconds, 1e-6))
+    if failed:
+        log = max(log, min(usual + 1.0, WORST), 0.0)
+    state.latency = log if log >= usual else usual + 0.1 * (log - usual)
+    state.latency_at = now
 
 
 def learn_bid(state: EndpointState, bid: Report, mean_tokens: float) -> None:

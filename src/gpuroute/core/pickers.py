@@ -11,6 +11,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 
 from gpuroute.core.candidates import Ask, Candidates, TwoRandom
+from gpuroute.core.learning import LATENCY_FADE_S
 from gpuroute.core.placement import Placements
 from gpuroute.core.ring import Ring
 
@@ -80,8 +81,11 @@ def in_flight(state: EndpointState, ask: Ask) -> float:  # noqa: ARG001
 
 
 def peak_ewma(state: EndpointState, ask: Ask) -> float:  # noqa: ARG001
-    """Peak EWMA latency x (own attempts in flight + 1), as a logarithm. No clock: the decay is in samples."""
-    return state.latency + math.log(len(state.in_flight) + 1)
+    """Peak EWMA latency x (own attempts in flight + 1), as a logarithm.
+
+    A latency fades with its age by e per `LATENCY_FADE_S`; "now" is the same for all candidates, so it needs no clock.
+    """
+    return state.latency + state.latency_at / LATENCY_FADE_S + math.log(len(state.in_flight) + 1)
 
 
 def queue_depth(state: EndpointState, ask: Ask) -> float:  # noqa: ARG001

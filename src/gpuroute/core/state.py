@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from gpuroute.core.attempt import Attempt
 from gpuroute.core.breaker import Breaker, BreakerState
 from gpuroute.core.candidates import UNKNOWN_LATENCY
-from gpuroute.core.history import History
-from gpuroute.core.learning import learn_first_token
+from gpuroute.core.history import History, prompt_units
+from gpuroute.core.learning import learn_first_token, learn_latency
 from gpuroute.core.ramp import climb, start_ramp
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ class EndpointState:
         "last_error",
         "last_error_at",
         "latency",
+        "latency_at",
         "limit",
         "lock",
         "pool",
@@ -78,7 +79,7 @@ class EndpointState:
         self.speed: Rate | None = None
         self.queue: Queue | None = None
         self.report: Report | None = None
-        self.latency = UNKNOWN_LATENCY  # peak EWMA, log of seconds
+        self.latency, self.latency_at = UNKNOWN_LATENCY, 0.0  # peak EWMA, log of seconds, and when it was learned
         self.served = 0
         self.failed = 0
         self.stalls = 0
@@ -161,10 +162,7 @@ class EndpointState:
     def stalled(self, attempt: Attempt, now: float) -> int:
         """An attempt here was silent for longer than is normal; how many in a row that makes."""
         # Silence is a sample too, at least this long: else a pool that slows down would look hung for ever.
-        if attempt.first is None:
-            self._learn_ttft(attempt, 2 * (now - attempt.started))
-        else:
-            self.chunk(2 * (now - attempt.last))
+        self._learn_ttft(attempt, 2 * (now - attempt.started))
         self.stalls += 1
         self.pool.stalling.add(self)
         self.pool.signals.stalls += 1
@@ -173,14 +171,15 @@ class EndpointState:
     def _learn_ttft(self, attempt: Attempt, seconds: float) -> None:
         if self.history is None:
             self.history = History()
-        for history in (self.history, self.pool.history):
-            history.first(attempt, seconds)
+        per_unit = seconds / prompt_units(attempt.tokens)
+        self.history.ttft.add(per_unit)
+        self.pool.history.ttft.add(per_unit)
 
     def teach(self, attempt: Attempt, outcome: Outcome, now: float) -> None:
         """Learn from a finished attempt. On success with nothing wrong before, this is all that is done."""
         self.served += 1
         if outcome.health:
-            self._learn_latency(now - attempt.started, failed=outcome.health < 0)
+            learn_latency(self, now - attempt.started, now, failed=outcome.health < 0)
         if outcome.health < 0:
             self.failed += 1
             self.troubled = True
@@ -193,16 +192,6 @@ class EndpointState:
             self._recover(attempt, outcome, now)
         if self.ramp_at is not None:
             climb(self, now)
-
-    def _learn_latency(self, seconds: float, *, failed: bool) -> None:
-        """Peak EWMA: up at once, down slowly, in samples. A failure is never fast: it counts as a slow success."""
-        log = math.log(max(seconds, 1e-6))
-        if failed:
-            log = max(log, self.latency + 1.0, 0.0)
-        if log >= self.latency:
-            self.latency = log
-        else:
-            self.latency += 0.1 * (log - self.latency)
 
     def _recover(self, attempt: Attempt, outcome: Outcome, now: float) -> None:
         with self.lock:
