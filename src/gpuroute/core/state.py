@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from gpuroute.core.attempt import Attempt
 from gpuroute.core.breaker import Breaker, BreakerState
 from gpuroute.core.candidates import UNKNOWN_LATENCY
-from gpuroute.core.history import History, prompt_units
+from gpuroute.core.history import History
 from gpuroute.core.learning import learn_first_token, learn_latency
 from gpuroute.core.ramp import climb, start_ramp
 
@@ -162,7 +162,10 @@ class EndpointState:
     def stalled(self, attempt: Attempt, now: float) -> int:
         """An attempt here was silent for longer than is normal; how many in a row that makes."""
         # Silence is a sample too, at least this long: else a pool that slows down would look hung for ever.
-        self._learn_ttft(attempt, 2 * (now - attempt.started))
+        if attempt.first is None:
+            self._learn_ttft(attempt, 2 * (now - attempt.started))
+        else:
+            self.chunk(2 * (now - attempt.last))
         self.stalls += 1
         self.pool.stalling.add(self)
         self.pool.signals.stalls += 1
@@ -171,9 +174,8 @@ class EndpointState:
     def _learn_ttft(self, attempt: Attempt, seconds: float) -> None:
         if self.history is None:
             self.history = History()
-        per_unit = seconds / prompt_units(attempt.tokens)
-        self.history.ttft.add(per_unit)
-        self.pool.history.ttft.add(per_unit)
+        for history in (self.history, self.pool.history):
+            history.first(attempt, seconds)
 
     def teach(self, attempt: Attempt, outcome: Outcome, now: float) -> None:
         """Learn from a finished attempt. On success with nothing wrong before, this is all that is done."""
