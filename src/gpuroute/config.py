@@ -80,8 +80,8 @@ class Settings:
     retry_budget: float = _row(0.2, PERCENT, "Retries and hedges allowed, as a share of calls.")
     retry_floor: float = _row(10.0, RATE, "Retries that are always allowed, so that a quiet client can retry too.")
     max_in_flight: int | None = _row(None, COUNT, "Most calls of this process at one endpoint at a time.")
-    zone: str | None = _row(None, WORD, "Zone that this process runs in.")
-    region: str | None = _row(None, WORD, "Region that this process runs in.")
+    zone: str | None = _row(None, WORD, "Zone that this process runs in. No policy uses it yet.")
+    region: str | None = _row(None, WORD, "Region that this process runs in. No policy uses it yet.")
     trust_env: bool = _row(False, BOOLEAN, "Use the proxy variables of the environment (HTTP_PROXY, ...).")
     cookies: bool = _row(False, BOOLEAN, "Let `Set-Cookie` of endpoints through to the client.")
     log_level: str | None = _row(
@@ -98,7 +98,7 @@ class Settings:
         "How long the last endpoints stay in use after the registry says that none are left.",
     )
     salt: Secret | None = _row(None, SECRET, "Seed of prefix hashes, common to clients that share homes.")
-    tenant: str | None = _row(None, WORD, "Name that this client's calls are accounted to. Not a credential.")
+    tenant: str | None = _row(None, WORD, "Whose prompts these are: hashes that agents see differ by tenant.")
     breaker_failures: int = _row(5, COUNT, "Consecutive failures that open an endpoint's breaker.")
     breaker_open: float = _row(5.0, DURATION, "How long an open breaker waits before it lets one probe through.")
     panic: str = _row(
