@@ -266,11 +266,12 @@ def test_r5_a_file_is_sent_again_from_where_it_stood(stubs: Stage, caller: Make)
     a, b = stubs("a", "b")
     failing(a)
     client = caller([a, b])
-    if client.kind != "httpx2-sync":
-        pytest.skip("async clients take no files, and httpx sends a wrong length for one that was read from")
+    if client.is_async:
+        pytest.skip("async clients take no synchronous files")
     file = io.BytesIO(b"head" + b"f" * 100_000)
     file.seek(4)
-    assert client.post(content=file).status_code == 200
+    # The length is given because some versions of the libraries count what was read already.
+    assert client.post(content=file, headers={"content-length": "100000"}).status_code == 200
     assert [server.came[0].body for server in (a, b)] == [b"f" * 100_000] * 2
 
 
