@@ -89,6 +89,9 @@ BAD = {
     "panic": ["fail", "open"],
     "asks": ["sometimes", "true"],
     "ask_timeout": ["0", "3x"],
+    "agent_ca": ["/no/such/file.pem"],
+    "agent_cert": ["/no/such/file.pem"],
+    "agent_cert_key": ["/no/such/file.pem"],
 }
 
 CAN_BE_WRONG = [row.name for row in rows() if row.metadata["form"] not in (BOOLEAN, SECRET)]

@@ -134,6 +134,9 @@ class Settings:
         "Send salted hashes of the prompt's prefix with asks, so that agents say how much of it is cached.",
     )
     agent_key: Secret | None = _row(None, SECRET, "Key common to clients and agents, which authenticates asks.")
+    agent_ca: str | None = _row(None, FILE, "PEM file of the authorities of agents (of an agent: of its clients).")
+    agent_cert: str | None = _row(None, FILE, "PEM file of the certificate to show to agents (of an agent: its own).")
+    agent_cert_key: str | None = _row(None, FILE, "PEM file of the key of that certificate.")
     agent_key_next: Secret | None = _row(None, SECRET, "Second key that agents accept, while a key is changed.")
     sources: tuple[tuple[str, str], ...] = field(default=(), repr=False, compare=False)
 
@@ -260,7 +263,7 @@ def _shown(row: Field[Any], settings: Settings) -> str | None:
 
 def _contradictions(settings: Settings) -> Iterator[str]:
     named = settings.named
-    for one, other in (("etcd_cert", "etcd_key"), ("etcd_user", "etcd_password")):
+    for one, other in (("etcd_cert", "etcd_key"), ("etcd_user", "etcd_password"), ("agent_cert", "agent_cert_key")):
         if bool(getattr(settings, one)) != bool(getattr(settings, other)):
             present, absent = (one, other) if getattr(settings, one) else (other, one)
             yield f"{named(present)} is set without {variable(absent)}: set both or neither"

@@ -22,6 +22,7 @@ from gpuroute.engines.catalog import engine_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from gpuroute.agent.grpc_server import Listening
     from gpuroute.agent.register import Registered
     from gpuroute.core.endpoint import Endpoint
 
@@ -51,6 +52,7 @@ class Options:
     insecure: bool = False
     listen: tuple[str, int] = ("127.0.0.1", 0)
     status: tuple[str, int] = ("127.0.0.1", 0)
+    grpc: Listening | None = None
     agent_host: str = ""
     rate: float = RATE
     rules: Rules = Rules()
@@ -85,15 +87,24 @@ class Agent:
         """Serve until `stop` or SIGTERM; True if all calls had ended. Raises OSError, ConfigError for bad addresses."""
         loop = asyncio.get_running_loop()
         options = self._options
+        if options.grpc is not None:
+            options.grpc.check(authenticated=bool(options.keys), insecure=options.insecure)
         sock = open_socket(*options.listen, authenticated=bool(options.keys), insecure=options.insecure)
         server = UdpServer(loop, sock, self.answers)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop)
-        tasks = [loop.create_task(self._attend(index, server.port)) for index in range(len(self.desks))]
-        status = Status(self.watches, self.answers)
+        status, tasks = Status(self.watches, self.answers), []
+        second = None
         try:
+            address = _address("udp", options.agent_host, options.listen[0], server.port)
+            if options.grpc is not None:
+                from gpuroute.agent.grpc_server import serve
+
+                second, port = await serve(options.grpc, self.answers)
+                address = _address(options.grpc.scheme, options.agent_host, options.grpc.host, port)
+            tasks = [loop.create_task(self._attend(index, address)) for index in range(len(self.desks))]
             port = await status.listen(*options.status)
-            self._say({"agent": self._address(server.port), "status": f"http://{options.status[0]}:{port}"})
+            self._say({"agent": address, "status": f"http://{options.status[0]}:{port}"})
             await _first(self._stop, tasks)
             return all(await asyncio.gather(*(life.drain() for life in self.lives)))
         finally:
@@ -103,8 +114,10 @@ class Agent:
             await asyncio.gather(*tasks, return_exceptions=True)
             status.close()
             server.close()
+            if second is not None:
+                await second.stop(None)
 
-    async def _attend(self, index: int, port: int) -> None:
+    async def _attend(self, index: int, address: str) -> None:
         """Find out which engine it is, then watch it and register it."""
         options, one, desk = self._options, self._options.engines[index], self.desks[index]
         named = one.endpoint.engine or ("" if options.engine == "auto" else options.engine)
@@ -117,7 +130,7 @@ class Agent:
         watch = Watch(one.url, dialect, desk, model=model, hung_after=options.hung_after)
         self.watches.append(watch)
         await watch.look()
-        endpoint = _told(one.endpoint, dialect.name, f"{self._address(port)}{f'/{index}' if index else ''}")
+        endpoint = _told(one.endpoint, dialect.name, f"{address}{f'/{index}' if index else ''}")
         life = await asyncio.to_thread(Life, watch, endpoint, self._register, options.rules)
         self.lives.append(life)
         await asyncio.gather(watch.run(), life.run())
@@ -133,12 +146,13 @@ class Agent:
             state=EngineState.WARMING,
         )
 
-    def _address(self, port: int) -> str:
-        given, host = self._options.agent_host, self._options.listen[0]
-        if given and urlsplit(f"//{given}").port:
-            return f"udp://{given}"
-        host = given or host
-        return f"udp://{f'[{host}]' if ':' in host and not host.startswith('[') else host}:{port}"
+
+def _address(scheme: str, given: str, host: str, port: int) -> str:
+    """Where clients reach us: `given` with or without a port, else where we listen."""
+    if given and urlsplit(f"//{given}").port:
+        return f"{scheme}://{given}"
+    host = given or host
+    return f"{scheme}://{f'[{host}]' if ':' in host and not host.startswith('[') else host}:{port}"
 
 
 def _told(endpoint: Endpoint, engine: str, agent: str) -> Endpoint:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable
 
+    from gpuroute.agent.grpc_server import Listening
     from gpuroute.agent.register import Registered
     from gpuroute.core.endpoint import Endpoint
 
@@ -53,6 +54,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         add(f"--{name}", help=f"the record's `{name}`")
     add("--gpu", metavar="KIND", help="GPU kind, e.g. H100 (default: asked of NVML, if it is installed)")
     add("--listen", default="127.0.0.1:9401", metavar="HOST:PORT", help="UDP address for asks (default: %(default)s)")
+    add("--grpc-listen", metavar="HOST:PORT", help="also gRPC, which is then registered; TLS by GPUROUTE_AGENT_CERT")
     add("--agent-host", default="", metavar="HOST[:PORT]", help="where clients reach that address (default: the same)")
     add("--insecure", action="store_true", help="answer other hosts without a key (GPUROUTE_AGENT_KEY)")
     add("--max-rate", type=float, default=50_000, help="messages per second taken from one host (default: %(default)s)")
@@ -81,6 +83,7 @@ def run(args: argparse.Namespace) -> int:
         insecure=args.insecure,
         listen=_address(args.listen, "--listen"),
         status=_address(args.status, "--status"),
+        grpc=_listening(args, settings),
         agent_host=args.agent_host,
         rate=args.max_rate,
         rules=Rules(passes=args.warmup, command=args.warmup_command, drain_s=args.drain),
@@ -136,6 +139,16 @@ def _engines(args: argparse.Namespace) -> list[Engine]:
             endpoint = replace(endpoint, labels={**endpoint.labels, "throttled": throttled})
         made.append(Engine(url=url, endpoint=endpoint))
     return made
+
+
+def _listening(args: argparse.Namespace, settings: Settings) -> Listening | None:
+    if not args.grpc_listen:
+        return None
+    from gpuroute.agent.grpc_server import Listening
+
+    host, port = _address(args.grpc_listen, "--grpc-listen")
+    ca, cert, key = settings.agent_ca or "", settings.agent_cert or "", settings.agent_cert_key or ""
+    return Listening(host=host, port=port, cert=cert, key=key, ca=ca)
 
 
 def _read(path: str) -> dict[str, Any]:

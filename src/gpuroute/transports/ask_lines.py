@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
+
+    Say = Callable[[bytes, str, str, float, Callable[[bytes], None]], None]
 
 LATE_S = 1.0
 """How long after its call went on a bid is still listened to; nobody waits for it, but it teaches."""
@@ -26,8 +28,15 @@ MAX_DATAGRAM = 512
 Address = tuple[Any, ...]
 
 
+RELAY = socket.AF_UNIX
+"""The family of places that are not reached by datagrams: their answers come in by a pair of sockets in this process."""
+
+
 class Place(NamedTuple):
-    """Where an agent listens: address family, the address as the system gives it back, and which of its engines."""
+    """Where an agent listens: address family, the address as the system gives it back, and which of its engines.
+
+    Of a gRPC agent: RELAY, and (scheme, target).
+    """
 
     family: int
     address: Address
@@ -56,9 +65,11 @@ def id_of(data: bytes) -> int:
 class Line:
     """Sockets (one for each address family that is met) and those who wait for answers on them."""
 
-    def __init__(self) -> None:
+    def __init__(self, say: Say | None = None) -> None:
         self.sockets: dict[int, socket.socket] = {}
         self.listeners: dict[int, Listener] = {}
+        self._say = say
+        self._inlet: socket.socket | None = None
 
     def listen(self, listener: Listener) -> None:
         """Hand over what arrives with its id, until LATE_S have passed."""
@@ -73,9 +84,22 @@ class Line:
     def send(self, data: bytes, place: Place) -> None:
         """One datagram, if the system takes it now. Any thread."""
         sock = self.sockets.get(place.family) or self._open(place.family)
-        if sock is not None:
+        if sock is None:
+            return
+        if place.family == RELAY:
+            if self._say is not None:
+                scheme, target = place.address
+                self._say(data, scheme, target, LATE_S, self._relayed)
+            return
+        with suppress(OSError):
+            sock.sendto(data, place.address)
+
+    def _relayed(self, data: bytes) -> None:
+        """An answer that came another way. Any thread."""
+        inlet = self._inlet
+        if inlet is not None:
             with suppress(OSError):
-                sock.sendto(data, place.address)
+                inlet.send(data)
 
     def drain(self, sockets: Iterable[socket.socket]) -> None:
         """Hand over all that has arrived."""
@@ -94,7 +118,11 @@ class Line:
 
     def _open(self, family: int) -> socket.socket | None:
         try:
-            sock = socket.socket(family, socket.SOCK_DGRAM)
+            if family == RELAY:
+                sock, self._inlet = socket.socketpair(RELAY, socket.SOCK_DGRAM)
+                self._inlet.setblocking(False)
+            else:
+                sock = socket.socket(family, socket.SOCK_DGRAM)
         except OSError:
             return None
         sock.setblocking(False)
@@ -113,6 +141,9 @@ class Line:
         sockets, self.sockets = self.sockets, {}
         for sock in sockets.values():
             sock.close()
+        inlet, self._inlet = self._inlet, None
+        if inlet is not None:
+            inlet.close()
 
     def __del__(self) -> None:
         self.close()
@@ -121,8 +152,8 @@ class Line:
 class ThreadLine(Line):
     """For one thread at a time, which waits itself."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, say: Say | None = None) -> None:
+        super().__init__(say)
         self._poll = select.poll()
 
     def _opened(self, sock: socket.socket) -> None:
@@ -143,8 +174,8 @@ class ThreadLine(Line):
 class LoopLine(Line):
     """For the tasks of one event loop."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        super().__init__()
+    def __init__(self, loop: asyncio.AbstractEventLoop, say: Say | None = None) -> None:
+        super().__init__(say)
         self._loop = loop
         self._waiting: dict[int, asyncio.Future[None]] = {}
 

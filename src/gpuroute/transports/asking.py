@@ -43,7 +43,7 @@ from gpuroute.core.report import Report
 from gpuroute.core.seconds import Soonest, prompt_tokens
 from gpuroute.core.speed import shrunk
 from gpuroute.engines.usage import read_usage
-from gpuroute.transports.ask_lines import Line, LoopLine, Place, ThreadLine
+from gpuroute.transports.ask_lines import RELAY, Line, LoopLine, Place, ThreadLine
 
 if TYPE_CHECKING:
     import asyncio
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from gpuroute.core.snapshot import Snapshot
     from gpuroute.core.state import EndpointState
     from gpuroute.router import Router
+    from gpuroute.transports.ask_grpc import Channels
     from gpuroute.transports.ask_lines import Address
 
 MOST = 6
@@ -132,6 +133,8 @@ class Asker:
         self._hashes = settings.ask_hashes
         self._tenant = seed(f"tenant/{settings.tenant}") if settings.tenant else 0
         self._pools: dict[str, tuple[Snapshot, bool]] = {}
+        self._files = settings.agent_ca, settings.agent_cert, settings.agent_cert_key
+        self._channels: Channels | None = None
         self._arrange()
 
     def _arrange(self) -> None:
@@ -144,6 +147,8 @@ class Asker:
         """Sockets of the parent are not the child's."""
         for line in self._loops.values():
             line.sockets = {}  # of the parent's loop, whose selector must not hear of it
+        if self._channels is not None:
+            self._channels.abandon()
         self._arrange()
 
     # ------------------------------------------------------------------------------------------ for drivers
@@ -242,7 +247,7 @@ class Asker:
         try:
             return self._lines.pop()
         except IndexError:
-            return ThreadLine()
+            return ThreadLine(self._say)
 
     def _line(self) -> LoopLine:
         from asyncio import get_running_loop  # threads alone need none of it
@@ -250,8 +255,17 @@ class Asker:
         loop = get_running_loop()
         line = self._loops.get(loop)
         if line is None:
-            line = self._loops[loop] = LoopLine(loop)
+            line = self._loops[loop] = LoopLine(loop, self._say)
         return line
+
+    def _say(self, data: bytes, scheme: str, target: str, timeout: float, deliver: Callable[[bytes], None]) -> None:
+        """Send a message by gRPC."""
+        with _lock:
+            if self._channels is None:
+                from gpuroute.transports.ask_grpc import Channels
+
+                self._channels = Channels(*self._files)
+        self._channels.say(data, scheme, target, timeout, deliver)
 
 
 class Asking:
@@ -278,10 +292,7 @@ class Asking:
         self._asker = asker
         self._call = call
         self._line = line
-        self._asked: dict[tuple[Address, int], Asked] = {}
-        for one in asked:
-            assert one.peer.place is not None
-            self._asked[one.peer.place.address, one.peer.place.engine] = one
+        self._asked = {one.peer.identity: one for one in asked}
         self._waits = True
         self._until = self.started + asker.timeout
         self._open: set[Attempt] = set()
@@ -316,17 +327,17 @@ class Asking:
         asker = self._asker
         try:
             header, body = open_message(data, (asker.secret,) if asker.secret else ())
-            asked = self._asked.get((source, header.engine))
-            if header.kind is not Kind.BID or asked is None:
-                raise Garbled("not a bid of one that was asked")
+            if header.kind is not Kind.BID:
+                raise Garbled("not a bid")
             bid = decode_bid(body)
         except Garbled:
             asker.counts.garbled += 1
             return
-        state, peer = asked
-        if bid.identity != peer.identity:
+        asked = self._asked.get(bid.identity)
+        if asked is None or not _is_from(asked.peer.place, source, header.engine):
             asker.counts.strangers += 1
             return
+        state, peer = asked
         peer.answered()
         peer.epoch = bid.epoch
         asker.counts.answers += 1
@@ -435,9 +446,12 @@ def _now_ms() -> int:
 def _resolve(peer: Peer, agent: str) -> None:
     """Find the place of `udp://host:port/engine`: at once if the host is a number, else without waiting for it."""
     parts = urlsplit(agent)
-    if parts.scheme != "udp" or not parts.hostname or not parts.port:
+    if not parts.hostname or not parts.port:
         return
     host, port, engine = parts.hostname, parts.port, _engine(parts.path)
+    if parts.scheme != "udp":
+        peer.place = Place(RELAY, (parts.scheme, parts.netloc), engine)
+        return
     try:
         ipaddress.ip_address(host)
     except ValueError:
@@ -452,6 +466,11 @@ def _look_up(peer: Peer, host: str, port: int, engine: int) -> None:
     except OSError:
         return  # stays unknown, or as it was, until the next look
     peer.place = Place(found[0], found[4], engine)
+
+
+def _is_from(place: Place | None, source: Address, engine: int) -> bool:
+    """True if a bid came from where it was asked for. What came by gRPC was called for, and has no source."""
+    return place is not None and engine == place.engine and (place.family == RELAY or source == place.address)
 
 
 def _engine(path: str) -> int:

@@ -1,0 +1,88 @@
+"""The same answers over gRPC: for meshes, and for policies that want identity by certificate instead of a shared key."""
+
+from __future__ import annotations
+
+import ipaddress
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import grpc.aio
+
+from gpuroute.errors import ConfigError
+from gpuroute.transports.ask_grpc import METHOD
+
+if TYPE_CHECKING:
+    from gpuroute.agent.answers import Answers
+
+OPTIONS = (("grpc.max_receive_message_length", 1024), ("grpc.so_reuseport", 0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listening:
+    """Where, and with which PEM files. `ca` given: only clients with a certificate of it are served."""
+
+    host: str
+    port: int
+    cert: str = ""
+    key: str = ""
+    ca: str = ""
+
+    @property
+    def scheme(self) -> str:
+        """The scheme of the agent's address."""
+        return "grpcs" if self.cert else "grpc"
+
+    def check(self, *, authenticated: bool, insecure: bool) -> None:
+        """Raise ConfigError for an address that others can reach when nobody is authenticated."""
+        mutual = bool(self.cert and self.ca)
+        if not (authenticated or mutual or insecure or _is_loopback(self.host)):
+            raise ConfigError(
+                f"agent on {self.host}: asks from other hosts need a key (GPUROUTE_AGENT_KEY), client certificates "
+                "(GPUROUTE_AGENT_CA), or the word --insecure"
+            )
+
+
+async def serve(listening: Listening, answers: Answers) -> tuple[grpc.aio.Server, int]:
+    """A running server and its port. Raises OSError if the port is taken or a file cannot be read."""
+    server = grpc.aio.server(handlers=[_Handler(answers)], options=OPTIONS)
+    address = f"{listening.host}:{listening.port}"
+    try:
+        if listening.cert:
+            port = server.add_secure_port(address, _credentials(listening))
+        else:
+            port = server.add_insecure_port(address)
+    except RuntimeError:
+        raise OSError(98, f"{address} cannot be listened on") from None
+    await server.start()
+    return server, port
+
+
+def _credentials(listening: Listening) -> grpc.ServerCredentials:
+    pair = Path(listening.key).read_bytes(), Path(listening.cert).read_bytes()
+    ca = Path(listening.ca).read_bytes() if listening.ca else None
+    return grpc.ssl_server_credentials([pair], ca, require_client_auth=ca is not None)
+
+
+class _Handler(grpc.GenericRpcHandler):
+    """One method, bytes in and bytes out."""
+
+    def __init__(self, answers: Answers) -> None:
+        self._answers = answers
+        self._method: Any = grpc.unary_unary_rpc_method_handler(self._say)
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        return self._method if handler_call_details.method == METHOD else None
+
+    async def _say(self, data: bytes, context: Any) -> bytes:
+        source = context.peer().rpartition(":")[0]
+        return self._answers.answer(data, source, time.monotonic(), int(time.time() * 1000))
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
