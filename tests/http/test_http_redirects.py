@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import httpx
 import pytest
 from http_caller import attempts, endpoint
 from http_stub import Exchange, ok, status
@@ -135,11 +134,12 @@ def test_h9_a_malformed_location_is_the_client_librarys_business(stubs: Stage, c
     (a,) = stubs("a")
     redirecting(a, "http://h:badport/")
     client = caller([a])
-    if client.name == "httpx":
-        with pytest.raises(httpx.RemoteProtocolError, match="Invalid URL in location header"):
-            client.post("http://llama/v1/old")
+    try:
+        location = client.post("http://llama/v1/old").headers["location"]
+    except client.library.RemoteProtocolError as error:  # what some versions make of it
+        assert "Invalid URL in location header" in str(error)
     else:
-        assert client.post("http://llama/v1/old").headers["location"] == "http://h:badport/"
+        assert location == "http://h:badport/"
 
 
 # ------------------------------------------------------------------------------------------------ H7
