@@ -33,6 +33,9 @@ INF = math.inf
 BUFFER = 256 * 1024
 """Unread bytes above which an asyncio connection stops reading, so that a slow consumer slows its server."""
 
+COPIED = 64 * 1024
+"""Bytes of a body up to which they are copied to leave in one packet with the head."""
+
 SocketOption = tuple[int, int, Any]
 
 
@@ -155,7 +158,11 @@ class Wire:
             self._holds, self._held = False, buffer
             return
         if self._held:
-            buffer, self._held = self._held + buffer, b""
+            held, self._held = self._held, b""
+            if len(buffer) > COPIED:
+                self.write(held, timeout)
+            else:
+                buffer = held + buffer
         view = memoryview(buffer)
         try:
             while view:
@@ -301,7 +308,11 @@ class AsyncWire(asyncio.Protocol):
             self._holds, self._held = False, buffer
             return
         if self._held:
-            buffer, self._held = self._held + buffer, b""
+            held, self._held = self._held, b""
+            if len(buffer) > COPIED:
+                await self.write(held, timeout)
+            else:
+                buffer = held + buffer
         if self._ended or self._transport.is_closing():
             raise self._core.WriteError(str(self._error or "the connection is closed"))
         self._transport.write(buffer)
