@@ -144,6 +144,24 @@ def test_a_client_that_is_dropped_closes_its_connections(stubs: Stage, name: str
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_uvloop_serves_as_well(stubs: Stage, authority: trustme.CA, name: str) -> None:
+    uvloop = pytest.importorskip("uvloop", reason="uvloop is not installed")
+    (a,) = stubs("a", tls=server_context(authority, "a.test"))
+    (b,) = stubs("b")
+    library = importlib.import_module(f"gpuroute.{name}")
+    router = router_for([endpoint(a, tls=Tls(server_name="a.test")), endpoint(b)])
+    client = library.AsyncClient(router, verify=client_context(authority))
+
+    async def calls() -> set[str]:
+        answers = [await client.post("http://llama/v1/x", content=b"x" * 300_000) for _ in range(4)]
+        return {answer.json()["endpoint"] for answer in answers}
+
+    for _ in range(2):
+        assert uvloop.run(calls()) == {"a", "b"}
+    assert in_flight(router) == 0
+
+
 # ------------------------------------------------------------------------------------------------ H5
 
 
