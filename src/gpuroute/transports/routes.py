@@ -18,7 +18,7 @@ from gpuroute.core.prefix import ladder
 from gpuroute.core.retry import RetryRules
 from gpuroute.core.watchdog import WatchdogRules
 from gpuroute.engines.prompts import read_prompt
-from gpuroute.errors import DeadlineExceeded, NoEndpointAvailable, UnknownPool
+from gpuroute.errors import DeadlineExceeded, NoEndpointAvailable, RegistryUnavailable, UnknownPool
 from gpuroute.observe import observer, watch
 from gpuroute.transports.asking import asker_of
 from gpuroute.transports.bodies import Outgoing, model_of
@@ -147,7 +147,7 @@ class Routes:
         Raises UnknownPool.
         """
         if self._disabled:
-            return True
+            return not self._passthrough or self._is_pool(route.name)
         if route.name == ANY_POOL:
             route.name = self.router.resolve(self._model(route))
         try:
@@ -156,6 +156,16 @@ class Routes:
             if self._passthrough:
                 return False
             raise
+        return True
+
+    def _is_pool(self, name: str) -> bool:
+        """Whether a host is meant as a pool, for a kill switch that must not carry foreign calls to the fallback."""
+        try:
+            self.router.pool(name)
+        except UnknownPool:
+            return name == ANY_POOL
+        except RegistryUnavailable:
+            return "." not in name  # nobody can tell now; hosts of the outside world have a dot
         return True
 
     def _model(self, route: Route) -> str:
