@@ -177,7 +177,7 @@ class Routes:
 
     def _needs_prompt(self, route: Route) -> bool:
         """True if the body decides where the call goes."""
-        if route.prompt is not None or route.out.content is None or route.out.options.key:
+        if self._disabled or route.prompt is not None or route.out.content is None or route.out.options.key:
             return False
         picker = route.pool.snapshot.picker
         return picker.wants_ladder or picker.ring is not None
