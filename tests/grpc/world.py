@@ -39,6 +39,8 @@ class Service:
         self.cancelled = threading.Event()
         self.fail_next: list[grpc.StatusCode] = []
         self.trailing: tuple[tuple[str, Any], ...] = ()
+        self.hang = False
+        self.released_code: grpc.StatusCode | None = None
 
     def _wait(self, context: grpc.ServicerContext) -> None:
         """Until the test says so, or the call has ended: a thread must not outlive its call."""
@@ -52,6 +54,11 @@ class Service:
             context.set_trailing_metadata(self.trailing)
         if self.fail_next:
             context.abort(self.fail_next.pop(0), "told to fail")
+        if self.hang:
+            context.add_callback(self.cancelled.set)
+            self._wait(context)
+            if self.released_code is not None:
+                context.abort(self.released_code, "released to fail")
 
     def echo(self, request: bytes, context: grpc.ServicerContext) -> bytes:
         self._enter(context)

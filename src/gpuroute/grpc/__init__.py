@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from gpuroute.engines.messages import read_message
-from gpuroute.transports.grpc_rpc import options
+from gpuroute.transports.grpc_hub import options
 from gpuroute.transports.grpc_sync import RoutedChannel
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import grpc
 
     from gpuroute.router import Router
-    from gpuroute.transports.grpc_rpc import ReadPrompt
+    from gpuroute.transports.grpc_hub import ReadPrompt
 
 __all__ = ["channel", "options"]
 # gpuroute.grpc.aio is a module of its own, so that synchronous users do not load asyncio.

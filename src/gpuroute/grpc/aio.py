@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import grpc
 
     from gpuroute.router import Router
-    from gpuroute.transports.grpc_rpc import ReadPrompt
+    from gpuroute.transports.grpc_hub import ReadPrompt
 
 __all__ = ["channel"]
 

@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from gpuroute.errors import RegistryUnavailable
-from gpuroute.transports.grpc_aio_flight import (
-    Requests,
+from gpuroute.transports.grpc_aio_calls import (
     RoutedStreamStreamCall,
     RoutedStreamUnaryCall,
     RoutedUnaryStreamCall,
     RoutedUnaryUnaryCall,
 )
+from gpuroute.transports.grpc_aio_flight import Requests
 from gpuroute.transports.grpc_connectivity import READY, aggregate, untried
 from gpuroute.transports.grpc_errors import SERIALIZING, aio_ended
+from gpuroute.transports.grpc_hub import Hub
 from gpuroute.transports.grpc_peers import Dialer, Peers, channel_options
-from gpuroute.transports.grpc_rpc import Hub
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
     from gpuroute.router import Router
     from gpuroute.transports.grpc_aio_flight import Flight
+    from gpuroute.transports.grpc_hub import ReadPrompt
     from gpuroute.transports.grpc_peers import Options
-    from gpuroute.transports.grpc_rpc import ReadPrompt
 
 _LOGGER = logging.getLogger("gpuroute")
 CLOSED = "Channel is closed."  # grpcio's own words
@@ -233,8 +233,10 @@ class _Method:
                 flight.adopt(self._send_unrouted(flight, plain, timeout, patient))
                 return
         data = flight.body if self._early else self._serialized(flight.body) if self._one else None
-        flight.rpc = hub.begin(peers, self._method, data, timeout, metadata, patient, self._streaming)
+        flight.rpc = rpc = hub.begin(peers, self._method, data, timeout, metadata, patient, self._streaming)
         flight.launch()
+        if self._one and self._streaming and rpc.call.pool.rules.watchdog.enabled:
+            flight.watch()
 
     def _send_unrouted(self, flight: Flight, plain: tuple[Any, Any], timeout: float | None, patient: bool | None) -> Any:
         peer, metadata = plain

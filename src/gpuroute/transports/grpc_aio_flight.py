@@ -8,21 +8,20 @@ when a reader sees an attempt end, its successor has already been decided on.
 from __future__ import annotations
 
 import asyncio
-import time
-import weakref
-from functools import partial
+import math
 from typing import TYPE_CHECKING, Any
 
-import grpc
 from grpc import StatusCode
 from grpc.aio import AioRpcError
 
 from gpuroute.errors import DeadlineExceeded, NoEndpointAvailable
-from gpuroute.transports.grpc_errors import LOCALLY_CANCELLED, aio_ended
+from gpuroute.transports.grpc_errors import AioStalled, aio_ended
+from gpuroute.transports.grpc_watch import LOOK_EVERY_S
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Generator
+    from collections.abc import AsyncIterator, Callable, Coroutine
 
+    from gpuroute.transports.grpc_peers import Peer
     from gpuroute.transports.grpc_rpc import Rpc
 
 
@@ -71,10 +70,14 @@ async def _as_async(messages: Any) -> AsyncIterator[Any]:
 
 
 class Flight:
-    """The state machine of one RPC: what its attempts send, its timer, and who waits for it."""
+    """The state machine of one RPC: what its attempts send, its timers, and who waits for it.
 
-    __slots__ = ("_callbacks", "_cancelled", "_changed", "_timer", "body", "compression", "credentials", "error",
-                 "inner", "key", "loop", "over", "requests", "rpc", "streaming", "until", "wrote")  # fmt: skip
+    `twin` is a second attempt beside the present one, for unary calls that may hedge.
+    """
+
+    __slots__ = ("_callbacks", "_cancelled", "_changed", "_timer", "body", "compression", "credentials", "error", "inner",
+                 "key", "loop", "messages", "over", "reading_since", "requests", "rpc", "twin", "until",
+                 "wrote")  # fmt: skip
 
     def __init__(
         self,
@@ -93,7 +96,10 @@ class Flight:
         self.compression = compression
         self.rpc: Rpc | None = None
         self.inner: Any = None
-        self.over = self.streaming = self.wrote = self._cancelled = False
+        self.twin: tuple[Any, Rpc] | None = None
+        self.over = self.wrote = self._cancelled = False
+        self.messages = 0
+        self.reading_since: float | None = None
         self._changed: asyncio.Event | None = None
         self._callbacks: list[Callable[[], None]] | None = None
         self._timer: asyncio.TimerHandle | asyncio.Task[None] | None = None
@@ -110,13 +116,7 @@ class Flight:
             if peer is None:
                 self._timer = self.loop.call_later(rpc.wait, self.launch)
                 return
-            inner = peer.bind(self.key)(
-                self.body if self.requests is None else self.requests.view(),
-                timeout=rpc.left,
-                metadata=rpc.headers(),
-                credentials=self.credentials,
-                compression=self.compression,
-            )
+            inner = self._send(peer, rpc)
         except (NoEndpointAvailable, DeadlineExceeded) as error:
             cause = rpc.cause if isinstance(error, NoEndpointAvailable) else None
             self.end(cause or aio_ended(error))
@@ -126,6 +126,17 @@ class Flight:
             self.end(error)
             return
         self.adopt(inner)
+        if rpc.races:
+            self._hedge_later(inner, rpc)
+
+    def _send(self, peer: Peer, rpc: Rpc) -> Any:
+        return peer.bind(self.key)(
+            self.body if self.requests is None else self.requests.view(),
+            timeout=rpc.left,
+            metadata=rpc.headers(),
+            credentials=self.credentials,
+            compression=self.compression,
+        )
 
     def launch_later(self, begin: Coroutine[Any, Any, None]) -> None:
         """Let a task begin the first attempt."""
@@ -138,24 +149,55 @@ class Flight:
             self._wake()
         inner.add_done_callback(self.settle)
 
-    def settle(self, inner: Any) -> None:
-        """Learn from the end of `inner`, and retry or conclude. Only the present inner call counts."""
-        if inner is not self.inner or self.over:
+    def _hedge_later(self, inner: Any, rpc: Rpc) -> None:
+        after = rpc.hedge_after
+        if after < math.inf:
+            self._timer = self.loop.call_later(after, self._hedge, inner)
+
+    def _hedge(self, inner: Any) -> None:
+        """Begin a second attempt, if the first is still at it."""
+        if self.over or self.inner is not inner or self.twin is not None or self.rpc is None:
             return
+        other = self.rpc.second()
+        if other is not None and other.peer is not None:
+            second = self._send(other.peer, other)
+            self.twin = (second, other)
+            second.add_done_callback(self.settle)
+
+    def settle(self, inner: Any) -> None:
+        """Learn from the end of an attempt, and retry, let its twin go on, or conclude."""
+        if self.over or not self._knows(inner):
+            return
+        rpc = self.rpc if inner is self.inner or self.twin is None else self.twin[1]
         try:
-            concluded = self._conclude(inner)
+            concluded = self._conclude(inner, rpc)
         except Exception:  # an interceptor's: whoever awaits the inner call gets it
             concluded = True
-            if self.rpc is not None:
-                self.rpc.cancelled()
+            if rpc is not None:
+                rpc.cancelled()
+        loser = None
+        if self.twin is not None:
+            assert self.rpc is not None
+            other = self.twin if inner is self.inner else (self.inner, self.rpc)
+            self.twin = None
+            if not concluded:
+                self.inner, self.rpc = other
+                return
+            loser = other[0]
+            other[1].lose()
+        self.inner, self.rpc = (inner if concluded else None), rpc
         if concluded:
             self._land()
         else:
-            self.inner = None
             self.launch()
+        if loser is not None:
+            loser.cancel()
 
-    def _conclude(self, inner: Any) -> bool:
-        rpc = self.rpc
+    def _knows(self, inner: Any) -> bool:
+        return inner is self.inner or (self.twin is not None and inner is self.twin[0])
+
+    def _conclude(self, inner: Any, rpc: Rpc | None) -> bool:
+        """True if this end of an attempt is that of the call."""
         if rpc is None:  # it was not routed
             return True
         if self._cancelled or inner.cancelled() or rpc.hub.closed:
@@ -167,10 +209,38 @@ class Flight:
             return True
         trailing, details = at_once(inner.trailing_metadata()), at_once(inner.details())
         sent = self.wrote or (self.requests is not None and self.requests.sent)
-        if not rpc.failed(code, details, trailing, sent):
+        if not rpc.failed(code, details, trailing, sent) and self.twin is None:
             return True
         rpc.cause = AioRpcError(code, at_once(inner.initial_metadata()), trailing, details)
         return False
+
+    def watch(self) -> None:
+        """Look, until the end, whether the endpoint of a stream is silent for longer than is normal; then give it up."""
+        inner, rpc = self.inner, self.rpc
+        if self.over or rpc is None:
+            return
+        left = rpc.silence_left(self.reading_since) if inner is not None else math.inf
+        if left <= 0:
+            self._give_up_silent(inner, rpc)
+            left = math.inf
+        self.loop.call_later(min(max(left, LOOK_EVERY_S), 10 * LOOK_EVERY_S), self.watch)
+
+    def _give_up_silent(self, inner: Any, rpc: Rpc) -> None:
+        attempt, now = rpc.attempt, rpc.hub.clock()
+        assert attempt is not None
+        message = f"{attempt.endpoint.id}: silent for {now - attempt.last:.2f} s after {self.messages} messages"
+        again = rpc.stalled(now)
+        self.inner = None
+        if again:
+            self.launch()
+        else:
+            self.end(AioStalled(message, attempt.endpoint.id))
+        inner.cancel()
+
+    def replaced(self, inner: Any) -> bool:
+        """True if a reader was cancelled because its attempt was given up, not because somebody cancelled the reader."""
+        task = asyncio.current_task()
+        return self.inner is not inner and not self._cancelled and (task is None or not task.cancelling())
 
     def end(self, error: BaseException) -> None:
         """Conclude without an inner call."""
@@ -212,11 +282,21 @@ class Flight:
             self.rpc.note(error)
         return True
 
+    def reads(self) -> None:
+        """The reader begins to wait for a message."""
+        if self.rpc is not None:
+            self.reading_since = self.rpc.hub.clock()
+
     def delivered(self) -> None:
-        """A message reached the caller: there is no retry from here on."""
-        if not self.streaming and self.rpc is not None:
-            self.streaming = True
+        """A message reached the reader: there is no retry from here on."""
+        self.reading_since = None
+        self.messages += 1
+        if self.rpc is None:
+            return
+        if self.messages == 1:
             self.rpc.first()
+        else:
+            self.rpc.chunk()
 
     def drop(self) -> None:
         """The caller dropped its call. Any thread, any moment: what it entails runs later, in the loop."""
@@ -256,231 +336,3 @@ class Flight:
     def was_cancelled(self) -> bool:
         """True if the caller cancelled it."""
         return self._cancelled or (self.inner is not None and bool(self.inner.cancelled()))
-
-
-class _Routed(grpc.aio.Call):
-    """Call methods common to the four kinds."""
-
-    _flight: Flight
-
-    def cancel(self) -> bool:
-        """Cancel; True if it was still running."""
-        return self._flight.give_up()
-
-    def cancelled(self) -> bool:
-        """True if the caller cancelled it."""
-        return self._flight.was_cancelled
-
-    def done(self) -> bool:
-        """True once it is over."""
-        return self._flight.over
-
-    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        """Call `callback(self)` once it is over, now if it is."""
-        self._flight.when_over(partial(callback, self))
-
-    def time_remaining(self) -> float | None:
-        """Seconds until the deadline, None without one."""
-        flight = self._flight
-        if flight.rpc is not None:
-            return flight.rpc.time_left()
-        if flight.inner is not None:
-            return flight.inner.time_remaining()  # type: ignore[no-any-return]
-        until: float | None = getattr(flight, "until", None)
-        return None if until is None else max(0.0, until - time.monotonic())
-
-    async def _ended(self) -> Any:
-        """The inner call that concluded the RPC, or the error that did; waits for it."""
-        flight = self._flight
-        while True:
-            try:
-                inner = await flight.current()
-            except (AioRpcError, asyncio.CancelledError):
-                if flight.error is None:
-                    raise
-                return None
-            await inner.code()
-            if flight.last(inner):
-                return inner
-
-    async def code(self) -> StatusCode:
-        """The final status."""
-        inner = await self._ended()
-        return await inner.code() if inner else _code(self._flight.error)
-
-    async def details(self) -> str:
-        """The final details."""
-        inner = await self._ended()
-        return await inner.details() if inner else _details(self._flight.error)
-
-    async def debug_error_string(self) -> str:
-        """grpcio's own story of the failure."""
-        inner = await self._ended()
-        return await inner.debug_error_string() if inner else _details(self._flight.error)
-
-    async def trailing_metadata(self) -> Any:
-        """The final trailing metadata."""
-        inner = await self._ended()
-        return await inner.trailing_metadata() if inner else grpc.aio.Metadata()
-
-    async def initial_metadata(self) -> Any:
-        """The initial metadata. There is no retry afterwards."""
-        flight = self._flight
-        while True:
-            try:
-                inner = await flight.current()
-            except AioRpcError:
-                return grpc.aio.Metadata()
-            metadata = await inner.initial_metadata()
-            if not inner.done():
-                if flight.rpc is not None:
-                    flight.rpc.call.replayable = False
-                return metadata
-            if flight.last(inner):
-                return metadata
-
-    async def wait_for_connection(self) -> None:
-        """Wait until an endpoint took the call. Raises AioRpcError."""
-        flight = self._flight
-        while True:
-            inner = await flight.current()
-            try:
-                await inner.wait_for_connection()
-            except AioRpcError:
-                if flight.last(inner):
-                    raise
-            else:
-                return
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self._flight.inner or self._flight.error!r}>"
-
-
-def _code(error: BaseException | None) -> StatusCode:
-    return error.code() if isinstance(error, grpc.RpcError) else StatusCode.CANCELLED
-
-
-def _details(error: BaseException | None) -> str:
-    return (error.details() or "") if isinstance(error, grpc.RpcError) else LOCALLY_CANCELLED
-
-
-class _Answered(Flight, _Routed):
-    """One response. grpcio's task keeps its inner call alive, so nobody can drop it: call and flight are one object."""
-
-    @property
-    def _flight(self) -> Flight:  # type: ignore[override]
-        return self
-
-    @property
-    def flight(self) -> Flight:
-        """Itself."""
-        return self
-
-    def __await__(self) -> Generator[Any, None, Any]:
-        return self._answer().__await__()
-
-    async def _answer(self) -> Any:
-        flight = self._flight
-        try:
-            while True:
-                inner = flight.inner or await flight.current()
-                try:
-                    return await inner
-                except AioRpcError as error:
-                    if flight.last(inner, error):
-                        raise
-        except asyncio.CancelledError:
-            flight.give_up()
-            raise
-
-
-class _Streamed(_Routed):
-    """A stream of responses."""
-
-    def __init__(self, *what: Any) -> None:
-        self._flight = self.flight = Flight(*what)
-
-    def __del__(self) -> None:
-        flight = self._flight
-        if not flight.over:
-            flight.drop()
-
-    _messages: weakref.ref[AsyncIterator[Any]] | None = None
-
-    def __aiter__(self) -> AsyncIterator[Any]:
-        # The iterator keeps the call, never the other way round: dropping both must end the RPC at once.
-        messages = self._messages() if self._messages is not None else None
-        if messages is None:
-            messages = self._iterate()
-            self._messages = weakref.ref(messages)
-        return messages
-
-    async def _iterate(self) -> AsyncIterator[Any]:
-        flight = self._flight
-        while True:
-            inner = flight.inner or await flight.current()
-            try:
-                async for message in inner:
-                    if not flight.streaming:
-                        flight.delivered()
-                    yield message
-            except AioRpcError as error:
-                if flight.last(inner, error):
-                    raise
-            else:
-                return
-
-    async def read(self) -> Any:
-        """The next message, or grpc.aio.EOF."""
-        flight = self._flight
-        while True:
-            inner = await flight.current()
-            try:
-                message = await inner.read()
-            except AioRpcError as error:
-                if flight.last(inner, error):
-                    raise
-            else:
-                if message is not grpc.aio.EOF:
-                    flight.delivered()
-                return message
-
-
-class _Writable(_Routed):
-    """A stream of requests that the caller may write itself."""
-
-    async def write(self, request: Any) -> None:
-        """Send one message. Raises AioRpcError, asyncio.InvalidStateError."""
-        flight = self._flight
-        while True:
-            inner = await flight.current()
-            try:
-                await inner.write(request)
-            except (AioRpcError, asyncio.InvalidStateError) as error:
-                if flight.last(inner, error):
-                    raise
-            else:
-                flight.wrote = True
-                return
-
-    async def done_writing(self) -> None:
-        """End the requests. Idempotent."""
-        inner = await self._flight.current()
-        self._flight.wrote = True
-        await inner.done_writing()
-
-
-class RoutedUnaryUnaryCall(_Answered, grpc.aio.UnaryUnaryCall):  # type: ignore[type-arg]
-    """One request, one response: await it."""
-
-
-class RoutedUnaryStreamCall(_Streamed, grpc.aio.UnaryStreamCall):  # type: ignore[type-arg]
-    """One request, many responses: iterate over it, or `read`."""
-
-
-class RoutedStreamUnaryCall(_Writable, _Answered, grpc.aio.StreamUnaryCall):  # type: ignore[type-arg]
-    """Many requests, one response: `write`, then await it."""
-
-
-class RoutedStreamStreamCall(_Writable, _Streamed, grpc.aio.StreamStreamCall):  # type: ignore[type-arg]
-    """Many requests, many responses."""

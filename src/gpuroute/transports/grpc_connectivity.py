@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from gpuroute.core.endpoint import Endpoint
+    from gpuroute.transports.grpc_hub import Hub
     from gpuroute.transports.grpc_peers import Peer, Peers
-    from gpuroute.transports.grpc_rpc import Hub
 
     Callback = Callable[[ChannelConnectivity], None]
 

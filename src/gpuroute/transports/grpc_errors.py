@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import grpc
 from grpc import StatusCode
 
-from gpuroute.errors import DeadlineExceeded, NoEndpointAvailable, RegistryUnavailable
+from gpuroute.errors import DeadlineExceeded, NoEndpointAvailable, RegistryUnavailable, StreamStalled
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -135,6 +135,14 @@ class OutOfTime(EndedCall, DeadlineExceeded):
         EndedCall.__init__(self, StatusCode.DEADLINE_EXCEEDED, str(error))
 
 
+class Stalled(EndedCall, StreamStalled):
+    """UNAVAILABLE: the endpoint was silent for longer than is normal, and the stream could not begin elsewhere."""
+
+    def __init__(self, message: str, endpoint: str) -> None:
+        EndedCall.__init__(self, StatusCode.UNAVAILABLE, message)
+        StreamStalled.__init__(self, message, endpoint=endpoint)
+
+
 class _AioEnded(grpc.aio.AioRpcError):
     def _tell(self, code: StatusCode, text: str) -> None:
         self._code = code
@@ -169,6 +177,14 @@ class AioOutOfTime(_AioEnded, DeadlineExceeded):
     def __init__(self, error: DeadlineExceeded) -> None:
         DeadlineExceeded.__init__(self, str(error))
         self._tell(StatusCode.DEADLINE_EXCEEDED, str(error))
+
+
+class AioStalled(_AioEnded, StreamStalled):
+    """UNAVAILABLE: the endpoint was silent for longer than is normal, and the stream could not begin elsewhere."""
+
+    def __init__(self, message: str, endpoint: str) -> None:
+        StreamStalled.__init__(self, message, endpoint=endpoint)
+        self._tell(StatusCode.UNAVAILABLE, message)
 
 
 Core = NoEndpointAvailable | RegistryUnavailable | DeadlineExceeded

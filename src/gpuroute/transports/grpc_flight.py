@@ -9,6 +9,7 @@ then replaces the inner call, and readers go on with the new one. Once a message
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from functools import partial
@@ -18,11 +19,10 @@ import grpc
 from grpc import StatusCode
 
 from gpuroute.errors import DeadlineExceeded, NoEndpointAvailable
-from gpuroute.transports.grpc_errors import LOCALLY_CANCELLED, EndedCall, ended
+from gpuroute.transports.grpc_errors import LOCALLY_CANCELLED, EndedCall, Stalled, ended
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from types import TracebackType
 
     from gpuroute.transports.grpc_peers import Peer
     from gpuroute.transports.grpc_rpc import Rpc
@@ -60,16 +60,21 @@ class Requests:
 
 
 class Flight:
-    """What one RPC's user, its attempts and its timers share. Safe from any thread."""
+    """What one RPC's user, its attempts and its timers share. Safe from any thread.
 
-    __slots__ = ("_callbacks", "_cancelled", "_changed", "_requests", "_start", "_timer", "inner", "over", "rpc",
-                 "streaming")  # fmt: skip
+    `twin` is a second attempt beside the present one, for unary calls that may hedge.
+    """
+
+    __slots__ = ("_callbacks", "_cancelled", "_changed", "_requests", "_start", "_timer", "inner", "messages", "over",
+                 "reading_since", "rpc", "twin")  # fmt: skip
 
     def __init__(self, rpc: Rpc, start: Start, requests: Requests | None = None) -> None:
         self.rpc = rpc
         self.inner: Any = None
+        self.twin: tuple[Any, Rpc] | None = None
         self.over = False
-        self.streaming = False
+        self.messages = 0
+        self.reading_since: float | None = None
         self._start = start
         self._requests = requests
         # Re-entrant: the collector may end a dropped call in a thread that holds this very lock.
@@ -88,7 +93,15 @@ class Flight:
                 return
             self.inner = inner
             self._changed.notify_all()
+            after = self.rpc.hedge_after
         inner.add_done_callback(self.settle)
+        if after < math.inf:
+            self._later(after, partial(self._hedge, inner))
+
+    def _later(self, seconds: float, action: Callable[[], None]) -> None:
+        self._timer = threading.Timer(seconds, action)
+        self._timer.daemon = True
+        self._timer.start()
 
     def _attempt(self) -> Any:
         """The inner call of a new attempt, or of how it failed to begin; None if a timer will begin it."""
@@ -104,36 +117,58 @@ class Flight:
             if len(rpc.call.history) <= 1:
                 raise  # to who began the call; a later attempt has nobody to raise to
             return EndedCall(StatusCode.INTERNAL, f"the attempt could not begin: {error}")
-        self._timer = threading.Timer(rpc.wait, self.launch)
-        self._timer.daemon = True
-        self._timer.start()
+        self._later(rpc.wait, self.launch)
         return None
 
     @staticmethod
     def _cancelled_call() -> EndedCall:
         return EndedCall(StatusCode.CANCELLED, LOCALLY_CANCELLED)
 
-    def settle(self, inner: Any) -> None:
-        """Learn from the end of `inner`, and retry or conclude. Idempotent; only the present inner call counts."""
+    def _hedge(self, inner: Any) -> None:
+        """Begin a second attempt, if the first is still at it."""
         with self._changed:
-            if inner is not self.inner or self.over:
+            if self.over or self.inner is not inner or self.twin is not None or self._cancelled:
                 return
-            if not self._conclude(inner):
-                self.inner = None
-                again = True
-            else:
-                again = False
-                self.over = True
-                self._changed.notify_all()
-                callbacks, self._callbacks = self._callbacks, []
-        if again:
+            other = self.rpc.second()
+            if other is None or other.peer is None:
+                return
+            second = self._start(other.peer, other)
+            self.twin = (second, other)
+        second.add_done_callback(self.settle)
+
+    def settle(self, inner: Any) -> None:
+        """Learn from the end of an attempt, and retry, let its twin go on, or conclude. Idempotent."""
+        loser = None
+        with self._changed:
+            rpc = self._rpc_of(inner)
+            if rpc is None or self.over:
+                return
+            concluded = self._conclude(inner, rpc)
+            if self.twin is not None:
+                other = self.twin if inner is self.inner else (self.inner, self.rpc)
+                self.twin = None
+                if not concluded:
+                    self.inner, self.rpc = other
+                    return
+                loser = other[0]
+                other[1].lose()
+            self.inner, self.rpc, self.over = (inner if concluded else None), rpc, concluded
+            self._changed.notify_all()
+            callbacks, self._callbacks = (self._callbacks, []) if concluded else ([], self._callbacks)
+        if loser is not None:
+            loser.cancel()
+        if not concluded:
             self.launch()
-            return
         for callback in callbacks:
             callback()
 
-    def _conclude(self, inner: Any) -> bool:
-        rpc = self.rpc
+    def _rpc_of(self, inner: Any) -> Rpc | None:
+        if inner is self.inner:
+            return self.rpc
+        return self.twin[1] if self.twin is not None and inner is self.twin[0] else None
+
+    def _conclude(self, inner: Any, rpc: Rpc) -> bool:
+        """True if this end of an attempt is that of the call."""
         if self._cancelled or inner.cancelled() or rpc.hub.closed:
             rpc.cancelled()
             return True
@@ -142,11 +177,35 @@ class Flight:
             rpc.succeeded(inner.trailing_metadata)
             return True
         sent = self._requests is not None and self._requests.sent
-        if not rpc.failed(code, inner.details(), inner.trailing_metadata(), sent=sent):
+        again = rpc.failed(code, inner.details(), inner.trailing_metadata(), sent=sent)
+        if not again and self.twin is None:
             rpc.note(inner)
             return True
         rpc.cause = inner
         return False
+
+    def look(self) -> None:
+        """Give up the present attempt of a stream if its endpoint is silent for longer than is normal."""
+        with self._changed:
+            inner, rpc = self.inner, self.rpc
+            if self.over or inner is None or rpc.silence_left(self.reading_since) > 0:
+                return
+            attempt, now = rpc.attempt, rpc.hub.clock()
+            assert attempt is not None
+            message = f"silent for {now - attempt.last:.2f} s after {self.messages} messages"
+            if rpc.stalled(now):
+                self.inner = None
+            else:
+                self.inner = Stalled(f"{attempt.endpoint.id}: {message}", attempt.endpoint.id)
+                rpc.note(self.inner)
+            again = self.inner is None
+            following = self.inner
+            self._changed.notify_all()
+        inner.cancel()
+        if again:
+            self.launch()
+        else:
+            self.settle(following)
 
     def current(self, until: float | None = None) -> Any:
         """The call of the present attempt; waits while a retry is due. Raises grpc.FutureTimeoutError."""
@@ -201,132 +260,15 @@ class Flight:
             self._callbacks.append(callback)
             return True
 
+    def delivered(self) -> None:
+        """A message reached the reader: there is no retry from here on."""
+        self.reading_since = None
+        self.messages += 1
+        if self.messages == 1:
+            self.rpc.first()
+        else:
+            self.rpc.chunk()
+
     def headers_shown(self) -> None:
         """The caller has seen an attempt's initial metadata: no other attempt may contradict them."""
         self.rpc.call.replayable = False
-
-
-class RoutedCall(grpc.Call, grpc.Future):  # type: ignore[type-arg]
-    """What futures and streams return: call, future and iterator, like grpcio's own. Safe from any thread.
-
-    Dropping it cancels the RPC, unless a done-callback keeps it, as with grpcio's.
-    """
-
-    def __init__(self, flight: Flight) -> None:
-        self._flight = flight
-
-    def __del__(self) -> None:
-        self._flight.drop()
-
-    def __iter__(self) -> RoutedCall:
-        return self
-
-    def __next__(self) -> Any:
-        flight = self._flight
-        while True:
-            inner = flight.current()
-            try:
-                message = next(inner)
-            except (StopIteration, grpc.RpcError):
-                if flight.last(inner):
-                    raise
-            else:
-                if not flight.streaming:
-                    flight.streaming = True
-                    flight.rpc.first()
-                return message
-
-    def next(self) -> Any:
-        """The next response message."""
-        return self.__next__()
-
-    def _ended(self, timeout: float | None = None) -> Any:
-        """The inner call that concluded the RPC; waits for it."""
-        flight, until = self._flight, None if timeout is None else time.monotonic() + timeout
-        while True:
-            inner = flight.current(until)
-            left = None if until is None else max(0.0, until - time.monotonic())
-            try:
-                inner.exception(timeout=left)
-            except grpc.FutureCancelledError:
-                pass
-            if flight.last(inner):
-                return inner
-
-    def result(self, timeout: float | None = None) -> Any:
-        """The response. Raises the RpcError, grpc.FutureTimeoutError, grpc.FutureCancelledError."""
-        return self._ended(timeout).result()
-
-    def exception(self, timeout: float | None = None) -> Exception | None:
-        """The RpcError, or None after success."""
-        return self._ended(timeout).exception()  # type: ignore[no-any-return]
-
-    def traceback(self, timeout: float | None = None) -> TracebackType | None:
-        """The traceback of `exception`."""
-        return self._ended(timeout).traceback()  # type: ignore[no-any-return]
-
-    def code(self) -> StatusCode:
-        """The final status; waits for it."""
-        return self._ended().code()  # type: ignore[no-any-return]
-
-    def details(self) -> str:
-        """The final details; waits for them."""
-        return self._ended().details()  # type: ignore[no-any-return]
-
-    def debug_error_string(self) -> str:
-        """grpcio's own story of the failure; waits for it."""
-        return self._ended().debug_error_string()  # type: ignore[no-any-return]
-
-    def trailing_metadata(self) -> Any:
-        """The final trailing metadata; waits for them."""
-        return self._ended().trailing_metadata()
-
-    def initial_metadata(self) -> Any:
-        """The initial metadata; waits for them. There is no retry afterwards."""
-        flight = self._flight
-        while True:
-            inner = flight.current()
-            metadata = inner.initial_metadata()
-            if not inner.done():
-                flight.headers_shown()
-                return metadata
-            if flight.last(inner):
-                return metadata
-
-    def done(self) -> bool:
-        """True once it is over."""
-        inner = self._flight.inner
-        return self._flight.over or (inner is not None and inner.done() and self._flight.last(inner))
-
-    def running(self) -> bool:
-        """True until it is over."""
-        return not self.done()
-
-    def is_active(self) -> bool:
-        """True until it is over."""
-        return not self.done()
-
-    def cancelled(self) -> bool:
-        """True if the caller cancelled it."""
-        inner = self._flight.inner
-        return inner is not None and inner.cancelled()
-
-    def cancel(self) -> bool:
-        """Cancel; True if it was still running."""
-        return self._flight.cancel()
-
-    def time_remaining(self) -> Any:
-        """Seconds until the deadline, None without one."""
-        return self._flight.rpc.time_left()
-
-    def add_done_callback(self, fn: Callable[[Any], None]) -> None:
-        """Call `fn(self)` once it is over; now if it is."""
-        if not self._flight.when_over(partial(fn, self)):
-            fn(self)
-
-    def add_callback(self, callback: Callable[[], None]) -> bool:
-        """Call back once it is over; False if it is."""
-        return self._flight.when_over(callback)
-
-    def __repr__(self) -> str:
-        return f"<RoutedCall {self._flight.inner!r}>"

@@ -11,6 +11,7 @@ watched, but servers answer with GOAWAY too_many_pings.
 
 from __future__ import annotations
 
+import math
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
     Options = Sequence[tuple[str, Any]]
 
+INF = math.inf
 SECURE = frozenset({"https", "grpcs"})
 PLAIN = frozenset({"http", "grpc", ""})
 SWEEP_EVERY = 10.0  # seconds
@@ -39,7 +41,8 @@ _ABANDONED: list[object] = []
 class Peer:
     """The channel to one endpoint. `live`: tokens of calls that use it; `gone`: closes when the last of them ends."""
 
-    __slots__ = ("channel", "endpoint", "gone", "live", "methods", "unreported", "used_at")
+    __slots__ = ("channel", "endpoint", "gone", "live", "methods", "patience", "patience_until", "unreported",
+                 "used_at")  # fmt: skip
 
     def __init__(self, endpoint: Endpoint, channel: Any) -> None:
         self.endpoint = endpoint
@@ -48,6 +51,8 @@ class Peer:
         self.live: set[object] = set()
         self.gone = False
         self.used_at = 0.0
+        self.patience = INF  # seconds that a unary attempt may take here, looked up at times
+        self.patience_until = 0.0
         self.unreported = 0  # successful calls since it last reported its load
 
     def bind(self, key: tuple[Any, ...]) -> Any:

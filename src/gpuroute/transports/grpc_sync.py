@@ -7,17 +7,20 @@ the multicallables of one ordinary channel per endpoint.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
 import grpc
 
 from gpuroute.errors import DeadlineExceeded, NoEndpointAvailable, RegistryUnavailable
+from gpuroute.transports.grpc_call import RoutedCall
 from gpuroute.transports.grpc_connectivity import Connectivity
 from gpuroute.transports.grpc_errors import SERIALIZING, EndedCall, ended
-from gpuroute.transports.grpc_flight import Flight, Requests, RoutedCall
+from gpuroute.transports.grpc_flight import Flight, Requests
+from gpuroute.transports.grpc_hub import Hub
 from gpuroute.transports.grpc_peers import Dialer, Peers, channel_options
-from gpuroute.transports.grpc_rpc import Hub, Rpc
+from gpuroute.transports.grpc_watch import STREAMS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -25,8 +28,9 @@ if TYPE_CHECKING:
     from typing import Self
 
     from gpuroute.router import Router
+    from gpuroute.transports.grpc_hub import ReadPrompt
     from gpuroute.transports.grpc_peers import Options, Peer
-    from gpuroute.transports.grpc_rpc import ReadPrompt
+    from gpuroute.transports.grpc_rpc import Rpc
 
 _LOGGER = logging.getLogger("gpuroute")
 CLOSED = "Cannot invoke RPC on closed channel!"  # grpcio's own words
@@ -53,7 +57,7 @@ class RoutedChannel(grpc.Channel):
         )
         self._hub = Hub(router, pool, prompt, replay)
         dialer = Dialer(grpc.insecure_channel, grpc.secure_channel, ours, credentials, compression)
-        self._peers = Peers(dialer, lambda channel: channel.close(), idle_timeout)
+        self._peers = Peers(dialer, _close_aside, idle_timeout)
         self._connectivity = Connectivity(self._hub, self._peers)
         router.on_fork(self._forked)
 
@@ -131,6 +135,11 @@ class RoutedChannel(grpc.Channel):
         self.close()
 
 
+def _close_aside(channel: grpc.Channel) -> None:
+    """Close an unused channel in a thread of its own: in a callback of its own event thread, `close` never returns."""
+    threading.Thread(target=channel.close, name="gpuroute-grpc-close", daemon=True).start()
+
+
 class _Method:
     """One method of one kind: how its requests become bytes, and where its multicallables are found."""
 
@@ -191,6 +200,8 @@ class _Method:
                 return plain[0].with_call(request, timeout, plain[1], credentials, patient, compression)  # type: ignore[no-any-return]
         body = self._body(request)
         rpc = hub.begin(self._peers, self._method, body if one else None, timeout, metadata, patient, self._streaming)
+        if rpc.races:
+            return self._raced(rpc, body, credentials, compression)
         try:
             while True:
                 peer = _next_peer(rpc)
@@ -238,13 +249,28 @@ class _Method:
         body = self._body(request)
         rpc = hub.begin(self._peers, self._method, body if one else None, timeout, metadata, patient, self._streaming)
 
+        return self._launched(how, rpc, body, credentials, compression)
+
+    def _launched(self, how: str, rpc: Rpc, body: Any, credentials: Any, compression: Any) -> RoutedCall:
+        one = self._one
+
         def start(peer: Peer, rpc: Rpc) -> Any:
             send = getattr(peer.bind(self._key), how)
             return send(body if one else body.view(), rpc.left, rpc.headers(), credentials, None, compression)
 
         flight = Flight(rpc, start, None if one else body)
         flight.launch()
+        if one and self._streaming and rpc.call.pool.rules.watchdog.enabled:
+            STREAMS.add(flight)
         return RoutedCall(flight)
+
+    def _raced(self, rpc: Rpc, body: Any, credentials: Any, compression: Any) -> tuple[Any, grpc.Call]:
+        """A blocking call that may have a second attempt beside its first."""
+        call = self._launched("future", rpc, body, credentials, compression)
+        try:
+            return call.result(), call
+        finally:
+            call.cancel()
 
 
 def _next_peer(rpc: Rpc) -> Peer | None:
