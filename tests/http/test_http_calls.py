@@ -12,6 +12,7 @@ from http_stub import Exchange, status
 import gpuroute
 from gpuroute import Endpoint
 from gpuroute.core.fleet import Fleet, PoolConfig, PoolSpec
+from gpuroute.testing import FakeRegistry
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -233,13 +234,24 @@ def test_bodies_arrive_unchanged(stubs: Stage, caller: Make) -> None:
 def test_kill_switch_and_rollout_go_to_the_fallback(stubs: Stage, caller: Make) -> None:
     a, old = stubs("a", "old")
     off = caller(router_for([a], disabled=True, fallback_url=f"{old.url}/api"))
-    answer = off.post("http://llama/v1/x", headers={"x-gpuroute-key": "k"})
+    answer = off.post("http://llama/v1/x")
     assert answer.json()["endpoint"] == "old"
     assert (old.came[0].target, old.came[0].header("host")) == (b"/api/v1/x", f"127.0.0.1:{old.port}")
     assert answer.extensions["gpuroute"]["endpoint"] == "fallback"
     some = caller(router_for([a], rollout="30%", fallback_url=old.url))
     names = [some.post("http://llama/v1/x").json()["endpoint"] for _ in range(10)]
     assert (names.count("a"), names.count("old")) == (3, 7)
+
+
+def test_the_kill_switch_leaves_passthrough_calls_alone(stubs: Stage, caller: Make) -> None:
+    a, old, foreign = stubs("a", "old", "foreign")
+    registry = FakeRegistry()
+    client = caller(gpuroute.Router(registry, disabled=True, fallback_url=old.url), passthrough=True)
+    for known in (False, True):  # before and after the first view of the fleet
+        if known:
+            registry.set({"llama": [endpoint(a)]})
+        assert client.post("http://llama/v1/x").json()["endpoint"] == "old"
+        assert client.post(f"{foreign.url}/v1/x").json()["endpoint"] == "foreign"
 
 
 def test_a_disabled_pool_goes_to_its_own_fallback_and_is_not_retried(stubs: Stage, caller: Make) -> None:
