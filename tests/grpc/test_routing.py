@@ -309,7 +309,17 @@ def test_a_key_in_the_metadata_is_kept_to_one_endpoint(manner: Manner) -> None:
         assert len(set.union(*answers.values())) > 1
         seen = [pair for server in running for metadata in server.service.metadata for pair in metadata]
         assert ("kept", "1") in seen
-        assert not [name for name, _ in seen if name.startswith("x-gpuroute")]
+        assert not [name for name, _ in seen if name == "x-gpuroute-key"]
+
+
+def test_later_attempts_say_so(manner: Manner, two: list[Server]) -> None:
+    for server in two:
+        server.service.fail_next = [CODE.UNAVAILABLE]
+    router = router_of(*urls(two))
+    assert manner.call(router, "Echo", b"x", timeout=5, metadata=(("mine", "1"),), given={"replay": "failed"}) == b"x"
+    seen = [dict(metadata) for server in two for metadata in server.service.metadata]
+    assert sorted(metadata.get("x-gpuroute-attempt", "") for metadata in seen) == ["", "2", "3"]
+    assert {metadata["mine"] for metadata in seen} == {"1"}
 
 
 def test_options_hold_for_a_block_and_metadata_win(two: list[Server]) -> None:

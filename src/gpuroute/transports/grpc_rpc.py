@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 
     Pairs = Iterable[tuple[str, Any]]
 
+ATTEMPT = "x-gpuroute-attempt"
+"""Tells an endpoint that this is not the call's first attempt, and which one it is."""
+
 
 class Rpc:
     """One logical RPC. Used by one thread at a time; the drivers see to that.
@@ -141,9 +144,9 @@ class Rpc:
         attempt = self.attempt
         assert attempt is not None
         extra = attempt.state.endpoint.headers
-        if self.quiet and not extra:
+        if self.quiet and not extra and attempt.number == 1:
             return self.metadata
-        traced: dict[str, str] = {}
+        traced: dict[str, str] = {} if attempt.number == 1 else {ATTEMPT: str(attempt.number)}
         self.token = self.observer.attempt_started(self.call, attempt, traced)
         ours = {name.lower(): value for name, value in extra.items()} | traced
         return [pair for pair in self.metadata or () if pair[0] not in ours] + list(ours.items())
