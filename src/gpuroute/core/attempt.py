@@ -41,6 +41,7 @@ class Attempt:
         "number",
         "outcome",
         "phase",
+        "promised",
         "queued",
         "reached",
         "reason",
@@ -58,6 +59,7 @@ class Attempt:
         self.tokens = tokens
         self.uncached = tokens
         self.queued = 0.0
+        self.promised: float | None = None  # seconds to the first token, by its bid
         self.whole = False
         self.phase: Phase = READY
         self.reached: Phase = READY

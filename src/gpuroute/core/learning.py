@@ -7,13 +7,27 @@ from typing import TYPE_CHECKING
 
 from gpuroute.core.report import Queue
 from gpuroute.core.speed import TELLING_TOKENS, Rate, shrunk
+from gpuroute.core.trust import Trust, learn_blind
 
 LATENCY_FADE_S = 10.0  # what was slow or failed, and has had no call since, is tried again within some tens of seconds
 WORST = math.log(60.0)  # a failure counts as slower each time, up to this
 
 if TYPE_CHECKING:
+    from gpuroute.core.attempt import Attempt
     from gpuroute.core.report import Report
     from gpuroute.core.state import EndpointState
+
+
+def learn_promise(state: EndpointState, attempt: Attempt, now: float) -> None:
+    """A first token came at the time that a bid had promised, or later; or there was no bid."""
+    seconds = now - attempt.started
+    if attempt.promised is None:
+        speeds = state.pool.speeds
+        learn_blind(speeds, max(0.0, seconds - attempt.uncached * shrunk(state.speed, speeds.cohort(state.endpoint))))
+        return
+    if state.trust is None:
+        state.trust = Trust()
+    state.trust.learn(attempt.promised, seconds, now)
 
 
 def learn_first_token(state: EndpointState, uncached: int, queued: float, seconds: float, now: float) -> None:

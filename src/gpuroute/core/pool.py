@@ -227,7 +227,6 @@ class Pool:
         picker = self.snapshot.picker
         if isinstance(picker, Soonest):
             attempt.uncached = picker.uncached(attempt.state, ask)
-            bid = ask.bids.get(attempt.state.id)
-            attempt.queued = bid.queue_tokens(self.mean_tokens) if bid else 0.0
+            attempt.queued, attempt.promised = picker.promised(attempt, ask)
         if picker.wants_ladder and (keys := ask.keys()):
             self.placements.remember(keys, attempt.state.id)

@@ -17,10 +17,12 @@ from gpuroute.core.pickers import Kit, first_admitted
 from gpuroute.core.prefix import BLOCK_TOKENS, DEPTHS
 from gpuroute.core.report import own_tokens
 from gpuroute.core.speed import Speeds, shrunk
+from gpuroute.core.trust import DOUBT_S, blind_queue, overdue
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Sequence
 
+    from gpuroute.core.attempt import Attempt
     from gpuroute.core.ring import Ring
     from gpuroute.core.state import EndpointState
 
@@ -92,8 +94,18 @@ class Soonest:
         """Prompt tokens that this endpoint would have to compute, as far as is known."""
         tokens = prompt_tokens(ask)
         bid = ask.bids.get(state.id)
-        matched = bid.matched_tokens if bid is not None and bid.matched_tokens >= 0 else self._remembered(state, ask)
+        believed = bid is not None and bid.matched_tokens >= 0 and self._late(state, ask) <= DOUBT_S
+        matched = bid.matched_tokens if bid is not None and believed else self._remembered(state, ask)
         return max(1, tokens - matched)
+
+    def promised(self, attempt: Attempt, ask: Ask) -> tuple[float, float | None]:
+        """What the bid of the endpoint that was picked said: tokens ahead, and seconds to the first token if any bid."""
+        state = attempt.state
+        bid = ask.bids.get(state.id)
+        if bid is None:
+            return 0.0, None
+        queued = bid.queue_tokens(ask.mean_tokens)
+        return queued, (queued + attempt.uncached) * shrunk(state.speed, state.pool.speeds.cohort(state.endpoint))
 
     def cost(self, state: EndpointState, ask: Ask) -> float:
         """Predicted seconds to the first token, plus the cost to others."""
@@ -102,11 +114,17 @@ class Soonest:
         bid = ask.bids.get(state.id)
         uncached = self.uncached(state, ask) * rate
         if bid is not None:
-            backlog = bid.queue_tokens(ask.mean_tokens) * rate + bid.running * rules.neighbour_s
+            late = self._late(state, ask)
+            backlog = bid.queue_tokens(ask.mean_tokens) * rate + bid.running * rules.neighbour_s + late
+            if late > DOUBT_S:
+                backlog += speeds.backlog * rate
             alpha = min(rules.alpha_max, 1 + speeds.backlog / rules.alpha_tokens)
         else:
             backlog = self._blind_backlog(state, ask, rate, speeds)
             alpha = rules.blind_alpha
+            if ask.bids:
+                backlog = max(backlog, blind_queue(speeds, rate))
+                alpha = min(rules.alpha_max, 1 + speeds.backlog / rules.alpha_tokens)
             if ask.candidates and ask.candidates.get(state) == "home":
                 uncached *= 1 - rules.blind_hit  # others were sent here for the same prefix
         seconds = backlog + alpha * uncached - self._home_discount(state, ask, rate, speeds)
@@ -114,6 +132,11 @@ class Soonest:
             seconds += rules.failure_s * math.exp(-(ask.now - state.last_error_at) / rules.failure_fade_s)
         # A ramp or a low weight makes waiting dearer; a home that is cheaper than free stays what it is.
         return seconds * state.inverse_weight if seconds > 0 else seconds
+
+    def _late(self, state: EndpointState, ask: Ask) -> float:
+        """Seconds by which this endpoint breaks its promises."""
+        trust = state.trust
+        return max(0.0 if trust is None else trust.lateness(ask.now), overdue(tuple(state.in_flight), ask.now))
 
     def _blind_backlog(self, state: EndpointState, ask: Ask, rate: float, speeds: Speeds) -> float:
         queue = state.queue

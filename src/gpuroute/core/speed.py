@@ -46,12 +46,13 @@ class Rate:
 class Speeds:
     """The prefill rates of one pool by cohort, and the mean of the waits seen. Not locked: single stores of floats."""
 
-    __slots__ = ("_cohorts", "backlog", "mean_wait")
+    __slots__ = ("_cohorts", "backlog", "blind_wait", "mean_wait")
 
     def __init__(self) -> None:
         self._cohorts: dict[tuple[str, str], Rate] = {}
         self.mean_wait = 0.0
         self.backlog = 0.0  # moving mean of queued tokens in bids
+        self.blind_wait = 0.0  # of the waits at endpoints that had given none
 
     def cohort(self, endpoint: Endpoint) -> Rate:
         """The common experience with this GPU and model."""

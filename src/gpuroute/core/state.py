@@ -15,7 +15,7 @@ from gpuroute.core.attempt import Attempt
 from gpuroute.core.breaker import Breaker, BreakerState
 from gpuroute.core.candidates import UNKNOWN_LATENCY
 from gpuroute.core.history import History
-from gpuroute.core.learning import learn_first_token, learn_latency
+from gpuroute.core.learning import learn_first_token, learn_latency, learn_promise
 from gpuroute.core.ramp import climb, start_ramp
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from gpuroute.core.report import Queue, Report
     from gpuroute.core.shared import PoolState
     from gpuroute.core.speed import Rate
+    from gpuroute.core.trust import Trust
 
 INF = math.inf
 BREAKER = "breaker"
@@ -64,6 +65,7 @@ class EndpointState:
         "speed",
         "stalls",
         "troubled",
+        "trust",
         "until",
     )
 
@@ -78,6 +80,7 @@ class EndpointState:
         self.history: History | None = None
         self.speed: Rate | None = None
         self.queue: Queue | None = None
+        self.trust: Trust | None = None
         self.report: Report | None = None
         self.latency, self.latency_at = UNKNOWN_LATENCY, 0.0  # peak EWMA, log of seconds, and when it was learned
         self.served = 0
@@ -148,6 +151,7 @@ class EndpointState:
     def first_token(self, attempt: Attempt, now: float) -> None:
         """An attempt's first byte arrived: learn how long that takes here, per unit of prompt."""
         self._learn_ttft(attempt, now - attempt.started)
+        learn_promise(self, attempt, now)
         learn_first_token(self, attempt.uncached, attempt.queued, now - attempt.started, now)
         if self.stalls:
             self.stalls = 0
