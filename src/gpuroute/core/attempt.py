@@ -79,16 +79,23 @@ class Attempt:
         if self.phase is READY:
             self.phase = self.reached = SENT
 
+    def awaited(self, now: float) -> None:
+        """Its first byte is waited for: the endpoint's silence counts from now on, if it does not already."""
+        if self.state.silent_since is None or len(self.state.in_flight) < 2:
+            self.state.silent_since = now
+
     def first_token(self, now: float) -> None:
         """The first byte of the answer has been handed to the caller: this attempt cannot be repeated."""
         if self.phase < STREAMING:
             self.phase = self.reached = STREAMING
             self.first = self.last = now
+            self.state.alive(now)
             self.state.first_token(self, now)
 
     def chunk(self, now: float) -> None:
         """One more piece of a stream reached the caller."""
         self.state.chunk(now - self.last)
+        self.state.alive(now)
         self.last = now
 
     def finish(self, outcome: Outcome, now: float, reason: str = "") -> bool:
@@ -99,6 +106,8 @@ class Attempt:
         except KeyError:
             return False
         state.pool.in_flight.discard(self)
+        if outcome.health > 0 or (outcome.health == 0 and not state.in_flight):
+            state.alive(now)
         self.phase = DONE
         self.outcome = outcome
         self.ended = now

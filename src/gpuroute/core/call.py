@@ -173,7 +173,10 @@ class Call:
         Four times as many if nobody else could take the call: then a late answer is better than none.
         """
         pool = self.pool
-        usual = pool.rules.watchdog.first_byte(attempt, len(pool.snapshot.routable))
+        rules = pool.rules.watchdog
+        usual = rules.first_byte(attempt, len(pool.snapshot.routable))
+        if attempt.whole and usual != INF and self.deadline != INF:
+            usual = min(usual, rules.whole_in(attempt, self.deadline - attempt.started))
         return usual if usual == INF or can_move(self, attempt.started + usual) else LAST_PATIENCE * usual
 
     def gap_patience(self, attempt: Attempt) -> float:

@@ -139,7 +139,7 @@ class Pool:
             self.tick(now)
         if ask is not NOTHING_ASKED:
             ask.now, ask.mean_tokens = now, self.mean_tokens
-        state = None if self._panics() else self.pick(ask, tried)
+        state = None if self._panics() else self._unsuspected(ask, now, tried)
         while state is not None:
             attempt = state.acquire(now, number, ask.tokens)
             if attempt is not None:
@@ -147,6 +147,19 @@ class Pool:
                 return attempt
             state = self.pick(ask, tried)  # a limit was reached in between: that endpoint is not admitted now
         return self._acquire_in_panic(ask, now, tried, number) if self.rules.panic == "fail_open" else None
+
+    def _unsuspected(self, ask: Ask, now: float, tried: Container[EndpointState]) -> EndpointState | None:
+        """The pick, or another one if calls wait there for longer than is usual: silence makes dear at once."""
+        state = self.pick(ask, tried)
+        if state is None or not self.rules.watchdog.suspects(state, now):
+            return state
+        avoided = Tried()
+        if isinstance(tried, Tried):
+            avoided.states |= tried.states
+            avoided.domains |= tried.domains
+        avoided.add(state)
+        other = self.pick(ask, avoided)
+        return state if other in avoided.states else other
 
     def wake(self, now: float) -> None:
         """Do what has fallen due: for those who look at a pool that has had no call for a while."""
@@ -168,10 +181,13 @@ class Pool:
                 moments += [self.outliers.due_at, now + 1.0 if self.shared.ramping else INF]
                 self.shared.wake_at = min(moments)
 
-    def stalled(self, attempt: Attempt, now: float) -> None:
-        """An attempt was silent for too long: the second in a row ejects its endpoint, if the cap leaves room."""
-        rules = self.rules.watchdog
-        if attempt.state.stalled(attempt, now) >= rules.eject_after:
+    def stalled(self, attempt: Attempt, now: float, *, outpaced: bool = False) -> None:
+        """An attempt was silent for too long: the second in a row ejects its endpoint, if the cap leaves room.
+
+        `outpaced`: it was merely overtaken by a second attempt, which is half as telling.
+        """
+        state, rules = attempt.state, self.rules.watchdog
+        if (state.outpaced() if outpaced else state.stalled(attempt, now)) >= rules.eject_after and rules.enabled:
             with self.lock:
                 self.outliers.eject(attempt.state, self.snapshot.routable, self.shared, now, rules.eject_s)
 
@@ -215,7 +231,8 @@ class Pool:
         routable = self.snapshot.routable
         start = int(self.shared.random() * len(routable))
         order = (*routable[start:], *routable[:start])
-        for state in sorted(order, key=lambda state: state in tried):
+        been = tried.states if isinstance(tried, Tried) else tried
+        for state in sorted(order, key=lambda state: (state in been, state in tried)):
             attempt = state.acquire_in_panic(now, number, ask.tokens)
             if attempt is not None:
                 self.shared.signals.panic_picks += 1

@@ -39,35 +39,11 @@ class EndpointState:
     """Live knowledge of one endpoint, shared by successive snapshots and found again by id. Safe from any thread."""
 
     __slots__ = (
-        "__weakref__",
-        "breaker",
-        "caps",
-        "domains",
-        "endpoint",
-        "failed",
-        "history",
-        "id",
-        "in_flight",
-        "inverse_weight",
-        "joined_at",
-        "last_error",
-        "last_error_at",
-        "latency",
-        "latency_at",
-        "limit",
-        "lock",
-        "pool",
-        "queue",
-        "ramp_at",
-        "ramp_from",
-        "report",
-        "served",
-        "speed",
-        "stalls",
-        "troubled",
-        "trust",
-        "until",
-    )
+        "__weakref__", "breaker", "caps", "domains", "endpoint", "failed", "history", "id", "in_flight",
+        "inverse_weight", "joined_at", "last_error", "last_error_at", "latency", "latency_at", "limit", "lock",
+        "pool", "queue", "ramp_at", "ramp_from", "report", "served", "silent_since", "speed", "stalls", "troubled",
+        "trust", "until",
+    )  # fmt: skip
 
     def __init__(self, endpoint: Endpoint, pool: PoolState, now: float = 0.0) -> None:
         self.pool = pool
@@ -85,7 +61,8 @@ class EndpointState:
         self.latency, self.latency_at = UNKNOWN_LATENCY, 0.0  # peak EWMA, log of seconds, and when it was learned
         self.served = 0
         self.failed = 0
-        self.stalls = 0
+        self.stalls = 0.0
+        self.silent_since: float | None = None  # calls wait for a sign of life since then
         self.troubled = False
         self.ramp_at: float | None = None
         self.ramp_from = 0
@@ -148,13 +125,17 @@ class EndpointState:
                     if name == EJECTION:
                         start_ramp(self, now)
 
+    def alive(self, now: float) -> None:
+        """A sign of life; what still waits is waited for from now on."""
+        self.silent_since = now if self.in_flight else None
+
     def first_token(self, attempt: Attempt, now: float) -> None:
         """An attempt's first byte arrived: learn how long that takes here, per unit of prompt."""
         self._learn_ttft(attempt, now - attempt.started)
         learn_promise(self, attempt, now)
         learn_first_token(self, attempt.uncached, attempt.queued, now - attempt.started, now)
         if self.stalls:
-            self.stalls = 0
+            self.stalls = 0.0
             self.pool.stalling.discard(self)
 
     def chunk(self, gap: float) -> None:
@@ -163,7 +144,7 @@ class EndpointState:
             self.history.gap.add(gap)
         self.pool.history.gap.add(gap)
 
-    def stalled(self, attempt: Attempt, now: float) -> int:
+    def stalled(self, attempt: Attempt, now: float) -> float:
         """An attempt here was silent for longer than is normal; how many in a row that makes."""
         # Silence is a sample too, at least this long: else a pool that slows down would look hung for ever.
         if attempt.first is None:
@@ -173,6 +154,12 @@ class EndpointState:
         self.stalls += 1
         self.pool.stalling.add(self)
         self.pool.signals.stalls += 1
+        return self.stalls
+
+    def outpaced(self) -> float:
+        """A second attempt elsewhere answered before one here had its first byte: half a stall."""
+        self.stalls += 0.5
+        self.pool.stalling.add(self)
         return self.stalls
 
     def _learn_ttft(self, attempt: Attempt, seconds: float) -> None:

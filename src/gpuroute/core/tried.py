@@ -9,7 +9,9 @@ if TYPE_CHECKING:
 
 
 class Tried:
-    """A container of endpoint states: the tried ones, and those that share a node, rack or zone with a failed one."""
+    """A container of endpoint states: the tried ones, those that share a node, rack or zone with a failed one, and, for
+    a repeated attempt, those whose own failures are not yet forgotten: the next one had better not fail too.
+    """
 
     __slots__ = ("domains", "states")
 
@@ -26,7 +28,7 @@ class Tried:
         self.domains.update(state.domains)
 
     def __contains__(self, state: object) -> bool:
-        if state in self.states:
+        if state in self.states or (self.states and state.troubled):  # type: ignore[attr-defined]
             return True
         return bool(self.domains) and not self.domains.isdisjoint(state.domains)  # type: ignore[attr-defined]
 

@@ -18,8 +18,10 @@ from gpuroute.errors import ConfigError
 
 if TYPE_CHECKING:
     from gpuroute.core.attempt import Attempt
+    from gpuroute.core.state import EndpointState
 
 INF = math.inf
+SUSPICIOUS_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,19 +52,34 @@ class WatchdogRules:
         if not self.enabled or len(state.pool.stalling) > max(1, endpoints // 3):
             return INF
         if attempt.whole:
-            own = state.history.whole.high(self.gap_spreads) if state.history else INF
-            common = state.pool.history.whole.high(self.gap_spreads)
-            return max(self.gap_floor_s, common if math.isinf(own) else max(own, common))
-        own = state.history.ttft.high(self.first_spreads) if state.history else INF
-        common = state.pool.history.ttft.high(self.first_spreads)
-        usual = common if math.isinf(own) else max(own, common)
-        return max(self.first_floor_s, usual * prompt_units(attempt.tokens))
+            return max(self.gap_floor_s, _high(state, "whole", self.gap_spreads))
+        usual = _high(state, "ttft", self.first_spreads) * prompt_units(attempt.tokens)
+        return max(self.first_floor_s, usual)
+
+    def whole_in(self, attempt: Attempt, seconds: float) -> float:
+        """Patience with an answer in one piece for which only `seconds` are left: half of them, if it usually takes less."""
+        return max(self.first_floor_s, seconds / 2, _high(attempt.state, "whole", self.first_spreads))
+
+    def suspects(self, state: EndpointState, now: float) -> bool:
+        """True if calls have waited there for longer than is usual, though not yet long enough to give them up.
+
+        Or have waited in vain: that is remembered for `eject_s`, and then one call may find out.
+        """
+        since = state.silent_since
+        if since is None or now - since < SUSPICIOUS_S or not self.enabled:
+            return False
+        usual = state.pool.history.ttft.high(self.first_spreads / 2)
+        return now - since > usual and (bool(state.in_flight) or now - since < self.eject_s)
 
     def gap(self, attempt: Attempt) -> float:
         """Seconds of silence within a stream after which it is called stalled; infinite: never."""
         if not self.enabled:
             return INF
-        state = attempt.state
-        own = state.history.gap.high(self.gap_spreads) if state.history else INF
-        common = state.pool.history.gap.high(self.gap_spreads)
-        return max(self.gap_floor_s, common if math.isinf(own) else max(own, common))
+        return max(self.gap_floor_s, _high(attempt.state, "gap", self.gap_spreads))
+
+
+def _high(state: EndpointState, kind: str, spreads: float) -> float:
+    """What is rarely exceeded at this endpoint or in its pool, whichever is slower; infinite if nothing is known."""
+    common: float = getattr(state.pool.history, kind).high(spreads)
+    own: float = getattr(state.history, kind).high(spreads) if state.history else INF
+    return common if own == INF else max(own, common)

@@ -171,6 +171,8 @@ class Trip:
         """Send by this connection, until the deadline at the latest, and no longer than its silence is normal."""
         self.connection = connection
         call, rules = self.call, self.call.pool.rules.watchdog
+        if not self.attempt.whole:
+            self.attempt.awaited(self.settled.clock())
         until = None if call.deadline == math.inf else time.monotonic() + call.time_left(self.settled.clock())
         if rules.enabled:
             quiet = rules.gap_floor_s if self.attempt.whole else rules.first_floor_s
@@ -310,6 +312,9 @@ class Trip:
 
     def lose(self) -> None:
         """Another attempt of this call answered first: hang up, from any thread, and teach nothing."""
+        attempt = self.attempt
+        if attempt.first is None and attempt.number < len(self.call.history) and attempt.outcome is None:
+            self.call.pool.stalled(attempt, self.settled.clock(), outpaced=True)
         self.end(Outcome.CANCELLED, "another attempt was quicker")
         connection = self.connection
         if connection is not None:

@@ -1,0 +1,201 @@
+"""The crowd: callers that stream, check every token, and write down when they began, heard and ended."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from gpuroute.errors import StreamInterrupted
+from gpuroute.testing import answer
+from gpuroute.testing.text import TOKEN_BYTES, render_chat
+
+if TYPE_CHECKING:
+    from contextlib import AsyncExitStack
+    from random import Random
+
+    from gpuroute.router import Router
+
+TICK_S = 0.02
+DEADLINES_S = (3.0, 8.0, 8.0, 8.0)
+_FILLER = "the quick brown fox jumps over the lazy dog and thinks of something else to say " * 40
+
+
+@dataclass(slots=True)
+class Seen:
+    """One call as its caller saw it; times from the machine's monotonic clock."""
+
+    ident: str
+    began: float
+    timeout: float
+    expected: str
+    first: float | None = None
+    ended: float = 0.0
+    text: str = ""
+    error: str = ""
+    interrupted: bool = False
+
+    @property
+    def lost(self) -> int:
+        """Tokens that a stream which ended well did not bring."""
+        return 0 if self.error else max(0, (len(self.expected.encode()) - len(self.text.encode())) // TOKEN_BYTES)
+
+    @property
+    def wrong(self) -> int:
+        """Tokens that came twice, or are not what follows."""
+        common = 0
+        got, expected = self.text.encode(), self.expected.encode()
+        while common < len(got) and got[common : common + TOKEN_BYTES] == expected[common : common + TOKEN_BYTES]:
+            common += TOKEN_BYTES
+        return max(0, len(got) - common) // TOKEN_BYTES
+
+
+class Crowd:
+    """`callers` tasks in a closed loop, half of them with the OpenAI SDK if it is installed."""
+
+    def __init__(self, router: Router, pool: str, callers: int, random: Random, *, think_s: float) -> None:
+        self.seen: list[Seen] = []
+        self._lags: list[tuple[float, float]] = []
+        self.has_openai = False
+        self._router = router
+        self._pool = pool
+        self._callers = callers
+        self._random = random
+        self._think_s = think_s
+        self._going = True
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self, stack: AsyncExitStack) -> None:
+        """Let them call."""
+        from importlib.util import find_spec
+
+        from gpuroute import httpx2
+
+        ways: list[_Way] = [
+            _Plain(await stack.enter_async_context(httpx2.AsyncClient(self._router, timeout=30.0)), self._pool)
+        ]
+        if find_spec("openai"):
+            import openai
+
+            import gpuroute
+
+            self.has_openai = True
+            sdk = openai.AsyncOpenAI(base_url=f"http://{self._pool}/v1", api_key="-", max_retries=0, timeout=30.0)
+            ways.append(_Sdk(gpuroute.wrap(await stack.enter_async_context(sdk), self._router)))
+        self._tasks = [asyncio.create_task(self._call_on(ways[n % len(ways)], n)) for n in range(self._callers)]
+        self._tasks.append(asyncio.create_task(self._watch_lag()))
+
+    async def stop(self) -> None:
+        """Let running calls end."""
+        self._going = False
+        await asyncio.gather(*self._tasks)
+
+    async def _call_on(self, way: _Way, number: int) -> None:
+        await asyncio.sleep(self._think_s * self._random.random())
+        count = 0
+        while self._going:
+            count += 1
+            await self._call(way, f"{number}-{count}")
+            await asyncio.sleep(self._random.expovariate(1 / self._think_s) if self._think_s else 0)
+
+    async def _call(self, way: _Way, ident: str) -> None:
+        random = self._random
+        prompt = f"{ident} {_FILLER[: random.randrange(40, 3_000)]}"
+        tokens = random.randrange(8, 40)
+        began, timeout = time.monotonic(), random.choice(DEADLINES_S)
+        seen = Seen(ident, began, timeout, answer(way.rendered(prompt), tokens))
+        headers = {"x-request-id": ident, "x-gpuroute-timeout": f"{timeout}s"}
+        try:
+            await way.ask(prompt, tokens, headers, seen, stream=random.random() < 0.8)
+        except Exception as error:
+            causes = list(_causes(error))
+            seen.interrupted = any(isinstance(cause, StreamInterrupted) for cause in causes)
+            seen.error = f"{type(causes[-1]).__name__}: {causes[0]}"[:300]
+            notes = [note for cause in causes for note in getattr(cause, "__notes__", ())]
+            seen.error += f" [{notes[-1]}]" if notes else ""
+        seen.ended = time.monotonic()
+        self.seen.append(seen)
+
+    async def _watch_lag(self) -> None:
+        """How late this very process was: what it measures of others cannot be better."""
+        while self._going:
+            before = time.monotonic()
+            await asyncio.sleep(TICK_S)
+            lag = time.monotonic() - before - TICK_S
+            if lag > TICK_S:
+                self._lags.append((time.monotonic(), lag))
+
+    @property
+    def lag_s(self) -> float:
+        """The longest time that this process stood still."""
+        return max((lag for _, lag in self._lags), default=0.0)
+
+    def lag_at(self, moment: float) -> float:
+        """How long it stood still around a moment."""
+        return max((lag for at, lag in self._lags if at - lag - 1.0 <= moment <= at + 1.0), default=0.0)
+
+
+class _Way:
+    """One way to call."""
+
+    def rendered(self, prompt: str) -> str:
+        """The prompt as the model gets it."""
+        return prompt
+
+    async def ask(self, prompt: str, tokens: int, headers: dict[str, str], seen: Seen, *, stream: bool) -> None:
+        """Make one call, noting what comes."""
+        raise NotImplementedError
+
+
+class _Plain(_Way):
+    """Completions through `gpuroute.httpx2`, events read by hand."""
+
+    def __init__(self, client: Any, pool: str) -> None:
+        self._client = client
+        self._url = f"http://{pool}/v1/completions"
+
+    async def ask(self, prompt: str, tokens: int, headers: dict[str, str], seen: Seen, *, stream: bool) -> None:
+        body = {"model": "chaos", "prompt": prompt, "max_tokens": tokens, "stream": stream}
+        async with self._client.stream("POST", self._url, json=body, headers=headers) as response:
+            if response.status_code >= 400 or not stream:
+                await response.aread()
+                response.raise_for_status()
+                seen.first = time.monotonic()
+                seen.text = response.json()["choices"][0]["text"]
+                return
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    seen.first = seen.first or time.monotonic()
+                    seen.text += json.loads(line[6:])["choices"][0]["text"]
+
+
+class _Sdk(_Way):
+    """Chat through `openai`."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def rendered(self, prompt: str) -> str:
+        return render_chat([{"role": "user", "content": prompt}])
+
+    async def ask(self, prompt: str, tokens: int, headers: dict[str, str], seen: Seen, *, stream: bool) -> None:
+        messages = [{"role": "user", "content": prompt}]
+        create = self._client.chat.completions.create
+        reply = await create(model="chaos", messages=messages, max_tokens=tokens, stream=stream, extra_headers=headers)
+        if not stream:
+            seen.first = time.monotonic()
+            seen.text = reply.choices[0].message.content
+            return
+        async with reply:
+            async for chunk in reply:
+                seen.first = seen.first or time.monotonic()
+                seen.text += (chunk.choices[0].delta.content or "") if chunk.choices else ""
+
+
+def _causes(error: BaseException | None) -> Any:
+    """An error and what it was raised from: the SDK wraps what the client library raises."""
+    while error is not None:
+        yield error
+        error = error.__cause__

@@ -1,0 +1,135 @@
+"""What callers noticed, against what they may."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from .script import SILENT
+
+if TYPE_CHECKING:
+    from gpuroute.router import Router
+
+    from .callers import Crowd, Seen
+    from .fleet import ChaosFleet
+    from .script import Script
+
+GRACE_S = 0.1
+THAW_S = 1.0
+STEADY = 20
+"""That many calls in a row must end well for an outage to be over."""
+
+
+class Verdict:
+    """All counts of one run; read when everything has ended."""
+
+    def __init__(self, crowd: Crowd, script: Script, fleet: ChaosFleet, router: Router, *, continuation: bool) -> None:
+        self._crowd = crowd
+        self._script = script
+        self._fleet = fleet
+        self._continuation = continuation
+        pool = router.pool(fleet.pool)
+        self._signals = pool.shared.signals.as_dict()
+        self._residual = sum(len(state.in_flight) for state in pool.snapshot.states) + len(pool.shared.in_flight)
+        self._failed = [seen for seen in crowd.seen if seen.error and not seen.interrupted]
+        self._noticed = [seen for seen in self._failed if not self._in_outage(seen)]
+
+    def counts(self) -> dict[str, Any]:
+        """The counts, by the names that are documented."""
+        seen, signals = self._crowd.seen, self._signals
+        return {
+            "calls": len(seen),
+            "caller_failures": len(self._noticed),
+            "interrupted": sum(one.interrupted for one in seen),
+            "doubled_after_first_byte": self._doubled(),
+            "lost_events": sum(one.lost for one in seen),
+            "duplicated_events": sum(one.wrong for one in seen),
+            "residual_in_flight": self._residual,
+            "beyond_deadline": sum(self._is_late(one, self._crowd.lag_at(one.ended)) for one in seen),
+            "retries": signals["retries"],
+            "hedges": signals["hedges"] + signals["reroutes"],
+            "recovery_s": self._recovery(),
+        }
+
+    def missed(self) -> list[str]:
+        """The bars that were not met."""
+        counts, calls = self.counts(), max(1, len(self._crowd.seen))
+        normal = self._normal_p99()
+        found = [f"{name} is {counts[name]}, must be 0" for name in _ZEROES if counts[name]]
+        if self._continuation and counts["interrupted"]:
+            found.append(f"interrupted is {counts['interrupted']}, must be 0 with continuation")
+        if counts["caller_failures"] > 0.001 * calls:
+            found.append(f"caller_failures is {counts['caller_failures']} of {calls}, may be 0.1 %")
+        if counts["recovery_s"] is not None and counts["recovery_s"] > 1:
+            found.append(f"recovery_s is {counts['recovery_s']}, may be 1")
+        greedy = [one for one in self._script.happened if one.share is not None and one.share > 0.05]
+        found += [f"{one.target} got {one.share:.1%} of attempts after 2 s, may be 5 %" for one in greedy]
+        late = [one for one in self._script.happened if one.kind in SILENT and (one.out_s or 0) > 2 * normal]
+        found += [f"{one.kind} {one.target} out after {one.out_s} s, may be {2 * normal:.2f}" for one in late]
+        return found
+
+    def lines(self) -> list[str]:
+        """For people."""
+        counts, seen = self.counts(), self._crowd.seen
+        lines = ["", *(f"{name:26} {value}" for name, value in counts.items()), ""]
+        silent = [one.out_s for one in self._script.happened if one.kind in SILENT and one.out_s is not None]
+        outage = [one for one in self._failed if self._in_outage(one)]
+        worst = max((one.ended - one.began for one in outage), default=0.0)
+        kinds = Counter(one.kind for one in self._script.happened)
+        outs = ", ".join(f"{one:.2f}" for one in sorted(silent)) or "never"
+        shares = [f"{one.share:.1%}" for one in self._script.happened if one.share is not None]
+        sdk = "" if self._crowd.has_openai else "; openai is not installed, so all callers used httpx2"
+        lines += [
+            f"faults: {', '.join(f'{count} {kind}' for kind, count in sorted(kinds.items()))}",
+            f"normal p99 of a call {self._normal_p99():.2f} s; hung or frozen ones out after {outs} s",
+            f"black holes' share of attempts after 2 s: {', '.join(shares) or 'none dug'}",
+            f"in the outage of everybody: {len(outage)} calls failed, the slowest after {worst:.2f} s",
+            f"signals: {', '.join(f'{name} {value}' for name, value in self._signals.items() if value)}",
+            f"the callers' own process stood still for up to {self._crowd.lag_s * 1e3:.0f} ms{sdk}",
+            f"calls that ended late, if that is not allowed for: {sum(self._is_late(one, 0.0) for one in seen)}",
+        ]
+        for text, count in Counter(one.error for one in self._noticed).most_common(10):
+            lines.append(f"failed {count}x: {text}")
+        missed = self.missed()
+        return [*lines, *(f"MISSED: {text}" for text in missed), "" if missed else "all bars met"]
+
+    @staticmethod
+    def _is_late(seen: Seen, lag_s: float) -> bool:
+        """Ended after its deadline, though this process ran."""
+        return seen.ended - seen.began > seen.timeout + GRACE_S + lag_s
+
+    def _in_outage(self, seen: Seen) -> bool:
+        outage = self._script.outage
+        return outage is not None and seen.ended >= outage[0] and seen.began <= outage[1] + 1.0
+
+    def _doubled(self) -> int:
+        """Calls that reached a server after their first byte had reached the caller, other than to continue."""
+        firsts = {one.ident: one.first for one in self._crowd.seen if one.first is not None}
+        arrivals: Counter[str] = Counter()
+        for server in self._fleet.servers:
+            thaws = [at for ident, at in self._script.thaws if ident == server.endpoint.id]
+            for state in server.wire:
+                for ident, rows in state["wire"].items():
+                    late = [row[0] for row in rows if row[0] > firsts.get(ident, float("inf"))]
+                    # A frozen server reads what was sent before, and given up since, when it thaws.
+                    arrivals[ident] += sum(not any(at <= moment <= at + THAW_S for at in thaws) for moment in late)
+        return max(0, sum(arrivals.values()) - self._signals["continuations"])
+
+    def _recovery(self) -> float | None:
+        """Seconds from everybody's return until the last call began that failed; None if there was no outage."""
+        if self._script.outage is None:
+            return None
+        back = self._script.outage[1]
+        later = sorted((one for one in self._crowd.seen if one.began >= back), key=lambda one: one.began)
+        last = max((n for n, one in enumerate(later) if one.error), default=-1)
+        if len(later) - 1 - last < STEADY:
+            return 99.0
+        return 0.0 if last < 0 else round(later[last].began - back, 3)
+
+    def _normal_p99(self) -> float:
+        """Of the calls before the first fault."""
+        times = sorted(one.ended - one.began for one in self._crowd.seen if one.ended <= self._script.calm_until)
+        return times[int(0.99 * (len(times) - 1))] if times else 0.0
+
+
+_ZEROES = ("doubled_after_first_byte", "lost_events", "duplicated_events", "residual_in_flight", "beyond_deadline")
