@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from typing import TYPE_CHECKING
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 
 @pytest.fixture(autouse=True)
@@ -17,6 +18,15 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests see only the GPUROUTE_* variables that they set."""
     for name in [name for name in os.environ if name.startswith("GPUROUTE_")]:
         monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True)
+def unchanged_log_level() -> Iterator[None]:
+    """What a test, or the command that it runs, does to the logger's level ends with it."""
+    logger = logging.getLogger("gpuroute")
+    level = logger.level
+    yield
+    logger.setLevel(level)
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from gpuroute import observe
 from gpuroute.core.call import Call
 from gpuroute.core.describe import RouterView, describe_pool
 from gpuroute.core.endpoint import Endpoint
@@ -30,6 +31,12 @@ from gpuroute.observe.logs import RateLimit
 from gpuroute.observe.otel import OtelObserver, installed
 
 CANARY = "canary-7d1"
+
+
+@pytest.fixture(autouse=True)
+def no_other_routers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Routers of earlier tests may still wait for the garbage collector."""
+    monkeypatch.setattr(observe, "_routers", set())
 
 
 @pytest.fixture(autouse=True)
