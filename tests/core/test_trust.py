@@ -1,0 +1,112 @@
+"""Bids that are not kept, and endpoints that give none."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpuroute.core.attempt import Attempt
+from gpuroute.core.call import Call
+from gpuroute.core.candidates import Ask
+from gpuroute.core.endpoint import Endpoint
+from gpuroute.core.fleet import PoolSpec
+from gpuroute.core.outcome import Outcome
+from gpuroute.core.pool import Pool, PoolRules
+from gpuroute.core.report import Report
+from gpuroute.core.trust import DOUBT_S, FADE_S, Trust, overdue
+
+IDLE = Report(0.0, queued_tokens=0, matched_tokens=10_000)
+BUSY = Report(0.0, queued_tokens=20_000, matched_tokens=0)
+
+
+def make_pool(count: int = 2) -> Pool:
+    endpoints = tuple(Endpoint(f"gpu-{n}", f"http://gpu-{n}") for n in range(count))
+    return Pool(PoolSpec("p", endpoints), PoolRules(policy="predictive"), random=iter(lambda: 0.3, None).__next__)
+
+
+def attempt_of(pool: Pool, now: float, **bids: Report) -> tuple[Call, Attempt]:
+    """A call whose candidates, both endpoints, have bid like this."""
+    call = Call(pool, now, ask=Ask(tokens=10_000))
+    call.ask.bids = {name.replace("_", "-"): bid._replace(at=now) for name, bid in bids.items()}
+    return call, call.next_attempt(now)
+
+
+def test_a_promise_is_the_queue_and_the_prompt_at_the_learned_rate() -> None:
+    pool = make_pool()
+    _, attempt = attempt_of(pool, 0.0, gpu_0=BUSY, gpu_1=BUSY)
+    assert attempt.promised == pytest.approx(30_000 * 50e-6, rel=0.01)
+    assert attempt.queued == 20_000
+
+
+def test_without_a_bid_there_is_no_promise() -> None:
+    pool = make_pool()
+    call, attempt = attempt_of(pool, 0.0)
+    assert attempt.promised is None
+    attempt.first_token(5.0)
+    assert attempt.state.trust is None
+    assert pool.shared.speeds.blind_wait > 0.1
+    call.finish(attempt, Outcome.SUCCESS, 6.0)
+
+
+def test_who_always_says_idle_is_found_out_before_its_first_token() -> None:
+    pool = make_pool()
+    places = []
+    for second in range(10):  # nobody gets a first token
+        _, attempt = attempt_of(pool, float(second), gpu_0=IDLE, gpu_1=BUSY)
+        places.append(attempt.state.id)
+    assert places[0] == "gpu-0"
+    assert "gpu-0" not in places[3:], "one call that is overdue outweighs any number of kind words"
+
+
+def test_a_broken_promise_is_remembered_and_fades() -> None:
+    pool = make_pool()
+    call, attempt = attempt_of(pool, 0.0, gpu_0=IDLE, gpu_1=BUSY)
+    assert attempt.state.id == "gpu-0"
+    attempt.first_token(30.0)
+    call.finish(attempt, Outcome.SUCCESS, 31.0)
+    assert attempt.state.trust.lateness(31.0) == pytest.approx(0.8 * 29.9, rel=0.02)
+    assert attempt_of(pool, 31.0, gpu_0=IDLE, gpu_1=BUSY)[1].state.id == "gpu-1"
+    late = 31.0 + 8 * FADE_S
+    pool.shared.in_flight.clear()
+    for state in pool.snapshot.states:
+        state.in_flight.clear()
+    assert attempt_of(pool, late, gpu_0=IDLE, gpu_1=BUSY)[1].state.id == "gpu-0", "it is tried again"
+
+
+def test_a_bid_that_is_not_believed_says_nothing_of_the_cache() -> None:
+    pool = make_pool()
+    state = pool.snapshot.by_id["gpu-0"]
+    state.trust = Trust()
+    state.trust.learn(0.0, 10.0, 0.0)
+    assert state.trust.lateness(0.0) > DOUBT_S
+    ask = Ask(tokens=10_000)
+    ask.bids = {"gpu-0": IDLE, "gpu-1": IDLE}
+    picker = pool.snapshot.picker
+    assert picker.uncached(state, ask) == 10_000
+    assert picker.uncached(pool.snapshot.by_id["gpu-1"], ask) == 1
+
+
+def test_kept_promises_cost_nothing() -> None:
+    trust = Trust()
+    for second in range(10):
+        trust.learn(1.0, 1.4, float(second))
+    assert trust.lateness(10.0) == 0.0
+
+
+def test_only_what_waits_and_was_promised_something_is_overdue() -> None:
+    state = make_pool().snapshot.states[0]
+    waiting, streaming, blind = (Attempt(state, 0.0) for _ in range(3))
+    waiting.promised = streaming.promised = 1.0
+    streaming.first = 1.0
+    assert overdue((streaming, blind), 100.0) == 0.0
+    assert overdue((waiting, streaming, blind), 100.0) == pytest.approx(98.4)
+    assert overdue((waiting,), 1.0) == 0.0
+
+
+def test_who_does_not_bid_is_expected_to_be_as_busy_as_the_others() -> None:
+    """The waits that a client sees are those of winners; the mean of bids is not."""
+    pool = make_pool()
+    pool.shared.speeds.backlog = 60_000.0
+    assert attempt_of(pool, 0.0, gpu_0=BUSY)[1].state.id == "gpu-0"
+    pool = make_pool()
+    pool.shared.speeds.backlog = 2_000.0
+    assert attempt_of(pool, 0.0, gpu_0=BUSY)[1].state.id == "gpu-1", "and no busier: it is not excluded"
