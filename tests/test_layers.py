@@ -136,3 +136,9 @@ def test_libraries_load_when_they_are_used() -> None:
     httpx2 = "import sys, json, gpuroute.httpx2; "
     loaded = imported_by(httpx2 + f"print(json.dumps({names}))")
     assert not {"httpx", "grpc", "opentelemetry", "rich"} & set(loaded)
+
+
+def test_test_files_have_names_of_their_own() -> None:
+    """pytest imports them by bare name: of two alike, one fails to load."""
+    names = [path.name for path in Path(__file__).parent.rglob("*.py") if path.name not in {"conftest.py", "__init__.py"}]
+    assert sorted(names) == sorted(set(names))
