@@ -13,7 +13,6 @@ import importlib
 import os
 import sys
 from importlib.metadata import version
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from gpuroute.errors import GpurouteError
@@ -57,8 +56,6 @@ def _run(argv: Sequence[str]) -> int:
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     chosen = next((word for word in argv if not word.startswith("-")), None)
     for name, summary in COMMANDS.items():
-        if not find_spec(f"gpuroute.cli.{name}"):
-            continue
         if name != chosen:
             subparsers.add_parser(name, help=summary)
     if chosen in COMMANDS:
