@@ -4,6 +4,9 @@ A slice of a recorded trace is replayed open loop. Its prefix blocks become real
 engines really share; lengths are the trace's. Policies take turns on the same fleet with the same slice; the text of each
 turn is its own, so nobody profits from the cache of another. `time_scale` wall seconds are one GPU second, in arrivals
 and engines alike; times are reported in GPU seconds. On few cores a larger scale keeps the machine's own noise small.
+
+Trouble can be asked for: `auto+asks+loss` (30 % of all messages vanish), `+liars` (10 % of the agents, one at least, say
+that they are idle and have everything cached), `+frozen` (the same number of agents is stopped).
 """
 
 from __future__ import annotations
@@ -12,23 +15,28 @@ import asyncio
 import json
 import multiprocessing
 import os
+import random
+import signal
 import subprocess
 import sys
 import time
 import urllib.request
 from collections import Counter
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from gpuroute.core.asking import Kind
 from gpuroute.core.endpoint import Endpoint, Gpu
 from gpuroute.forms import parse_duration
+from gpuroute.transports.ask_lines import Line, Place
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from multiprocessing.connection import Connection
 
+    from gpuroute.core.asking import BidBody
     from gpuroute.router import Router
     from gpuroute.sim.traces import Request
 
@@ -42,12 +50,21 @@ POLICIES = "p2c,prefix,auto,auto+asks"
 
 
 class Turn(NamedTuple):
-    """One policy's turn: what clients are told."""
+    """One policy's turn: what clients are told. `kind` as on the command line: policy and what is added to it."""
 
     number: int
-    policy: str
-    asks: bool
+    kind: str
+    endpoints: list[Endpoint]
     start: float
+
+    @property
+    def policy(self) -> str:
+        """The policy's name."""
+        return self.kind.partition("+")[0]
+
+    def has(self, word: str) -> bool:
+        """Whether that is added to it."""
+        return word in self.kind.split("+")[1:]
 
 
 class Call(NamedTuple):
@@ -81,7 +98,9 @@ def add_parser(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     """Declare `bench live`."""
     parser = kinds.add_parser("live", help="policies on a live fleet of stand-in GPUs with agents")
     add = parser.add_argument
-    add("--policies", default=POLICIES, help="comma-separated, +asks with agents (default: %(default)s)")
+    add(
+        "--policies", default=POLICIES, help="comma-separated; +asks, and +loss, +liars or +frozen (default: %(default)s)"
+    )
     add("--servers", type=int, default=12, help="GPU processes (default: %(default)s)")
     add("--agents", type=int, default=0, help="agent processes (default: one for each server)")
     add("--clients", type=int, default=32, help="client processes (default: %(default)s)")
@@ -118,12 +137,13 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(rows))
         return 0
-    print(f"{'policy':<12}{'asks':>6}{'mean':>9}{'p50':>9}{'p95':>9}{'p99':>9}{'cached':>9}{'failed':>8}{'calls':>7}")
+    print(
+        f"{'policy':<12}{'asks':>6}{'trouble':>8}{'mean':>9}{'p50':>9}{'p95':>9}{'p99':>9}{'cached':>9}{'failed':>8}{'calls':>7}"
+    )
     for row in rows:
         times = "".join(f"{row[name]:>9.3f}" for name in ("ttft_mean", "ttft_p50", "ttft_p95", "ttft_p99"))
-        print(
-            f"{row['policy']:<12}{row['asks']!s:>6}{times}{row['cached_share']:>9.3f}{row['failed']:>8}{row['calls']:>7}"
-        )
+        rest = f"{row['cached_share']:>9.3f}{row['failed']:>8}{row['calls']:>7}"
+        print(f"{row['policy']:<12}{row['asks']!s:>6}{row['trouble']:>8}{times}{rest}")
     return 0
 
 
@@ -135,24 +155,22 @@ def measure(scene: Scene, names: Sequence[str], rounds: int) -> list[dict[str, A
     asked: dict[str, Counter[str]] = {name: Counter() for name in names}
     with ExitStack() as stack:
         clients = _start_clients(scene, stack)
-        endpoints = _start_fleet(scene, stack)
-        for pipe in clients:
-            pipe.send(endpoints)
+        fleet = _start_fleet(scene, stack)
         for number in range(rounds * len(names)):
             name = names[number % len(names)]
-            policy, _, asks = name.partition("+")
-            turn = Turn(number, policy, bool(asks), time.monotonic() + LEAD_S)
-            for pipe in clients:
-                pipe.send(turn)
-            for pipe in clients:
-                calls, counts = pipe.recv()
-                found[name] += calls
-                asked[name].update(counts)
+            with _trouble(name, fleet) as endpoints:
+                turn = Turn(number, name, endpoints, time.monotonic() + LEAD_S)
+                for pipe in clients:
+                    pipe.send(turn)
+                for pipe in clients:
+                    calls, counts = pipe.recv()
+                    found[name] += calls
+                    asked[name].update(counts)
     return [_row(name, calls, asked[name], scene) for name, calls in found.items()]
 
 
 def _row(name: str, calls: list[Call], counts: Counter[str], scene: Scene) -> dict[str, Any]:
-    policy, _, asks = name.partition("+")
+    policy, *added = name.split("+")
     counted = [call for call in calls if call.at >= scene.warmup]
     ttfts = sorted(call.ttft / scene.time_scale for call in counted if call.ttft is not None) or [0.0]
     prompt = sum(call.prompt for call in counted)
@@ -162,7 +180,8 @@ def _row(name: str, calls: list[Call], counts: Counter[str], scene: Scene) -> di
 
     return {
         "policy": policy,
-        "asks": bool(asks),
+        "asks": "asks" in added,
+        "trouble": "+".join(word for word in added if word != "asks"),
         "ttft_mean": round(sum(ttfts) / len(ttfts), 4),
         "ttft_p50": quantile(0.5),
         "ttft_p95": quantile(0.95),
@@ -178,24 +197,56 @@ def _row(name: str, calls: list[Call], counts: Counter[str], scene: Scene) -> di
 # ---------------------------------------------------------------------------------------------- the fleet
 
 
-def _start_fleet(scene: Scene, stack: ExitStack) -> list[Endpoint]:
-    """Servers and agents; the endpoints, once every agent has called its engines ready."""
+@dataclass(frozen=True, slots=True)
+class LiveFleet:
+    """The endpoints, the same with liars in place of some agents, and the processes of those agents."""
+
+    endpoints: list[Endpoint]
+    lying: list[Endpoint]
+    agents: list[subprocess.Popen[bytes]]
+
+
+@contextmanager
+def _trouble(kind: str, fleet: LiveFleet) -> Iterator[list[Endpoint]]:
+    """The endpoints of a turn, with its trouble for as long as it lasts."""
+    words = kind.split("+")[1:]
+    stopped = fleet.agents[: _few(len(fleet.endpoints))] if "frozen" in words else []
+    for agent in stopped:
+        agent.send_signal(signal.SIGSTOP)
+    try:
+        yield fleet.lying if "liars" in words else fleet.endpoints
+    finally:
+        for agent in stopped:
+            agent.send_signal(signal.SIGCONT)
+
+
+def _few(count: int) -> int:
+    return max(1, round(0.1 * count))
+
+
+def _start_fleet(scene: Scene, stack: ExitStack) -> LiveFleet:
+    """Servers and agents, once every agent has called its engines ready."""
     from gpuroute.testing import GpuServer
 
     options = {"gpu": scene.gpu, "time_scale": scene.time_scale, "stream_interval": 32}
     servers = [stack.enter_context(GpuServer.spawn(wait=False, **options)) for _ in range(scene.servers)]
     urls = [server.url for server in servers]
     made: list[Endpoint] = []
+    agents: list[subprocess.Popen[bytes]] = []
     for number in range(scene.agents):
         beside = list(range(number, scene.servers, scene.agents))
-        lines = _start_agent([urls[index] for index in beside], [f"gpu-{index}" for index in beside], scene.gpu, stack)
+        process = _start_agent([urls[index] for index in beside], [f"gpu-{index}" for index in beside], scene.gpu, stack)
+        agents.append(process)
+        lines = _when_ready(process, len(beside))
         for place, index in enumerate(beside):
             agent = f"{lines['agent']}/{place}"
             made.append(Endpoint(f"gpu-{index}", urls[index], engine="vllm", gpu=Gpu(scene.gpu), agent=agent))
-    return made
+    ports = _start_liars([made[index].id for index in range(_few(len(made)))], stack)
+    lying = [replace(endpoint, agent=f"udp://127.0.0.1:{port}") for endpoint, port in zip(made, ports, strict=False)]
+    return LiveFleet(made, lying + made[len(ports) :], agents)
 
 
-def _start_agent(urls: list[str], names: list[str], gpu: str, stack: ExitStack) -> dict[str, str]:
+def _start_agent(urls: list[str], names: list[str], gpu: str, stack: ExitStack) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "gpuroute", "agent", "--listen", "127.0.0.1:0", "--status", "127.0.0.1:0"]
     command += ["--warmup", "2", "--gpu", gpu, "--drain", "1s"]
     for url, name in zip(urls, names, strict=True):
@@ -203,10 +254,15 @@ def _start_agent(urls: list[str], names: list[str], gpu: str, stack: ExitStack) 
     environ = {**os.environ, "GPUROUTE_AGENT_KEY": KEY, "GPUROUTE_LOG_LEVEL": "warning"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environ)
     stack.callback(_end, process)
+    return process
+
+
+def _when_ready(process: subprocess.Popen[bytes], count: int) -> dict[str, str]:
+    """What the agent said of itself, once all its engines are ready."""
     assert process.stdout is not None
     lines: dict[str, str] = json.loads(process.stdout.readline())
     until = time.monotonic() + START_S
-    while not _all_ready(lines["status"], len(urls)):
+    while not _all_ready(lines["status"], count):
         if time.monotonic() > until:
             raise TimeoutError(f"an agent did not find its engines ready within {START_S:g} s")
         time.sleep(0.1)
@@ -217,6 +273,38 @@ def _all_ready(status: str, count: int) -> bool:
     with urllib.request.urlopen(f"{status}/load", timeout=5) as answer:
         engines = json.load(answer)["engines"]
     return len(engines) == count and all(engine["state"] == "ready" for engine in engines)
+
+
+def _start_liars(idents: list[str], stack: ExitStack) -> list[int]:
+    """Agents that always say that they are idle and have everything cached; their ports."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=_lie, args=(there, idents), daemon=True)
+    process.start()
+    there.close()
+    stack.callback(process.kill)
+    ports: list[int] = here.recv()
+    return ports
+
+
+def _lie(pipe: Connection, idents: list[str]) -> None:
+    from gpuroute.agent.answers import Answers
+    from gpuroute.agent.desk import Desk
+    from gpuroute.agent.server import UdpServer, open_socket
+
+    class Liar(Desk):
+        def bid(self, id_: int, tokens: int, hashes: Sequence[int], now: float) -> BidBody:
+            said = super().bid(id_, tokens, hashes, now)
+            return said._replace(queued_tokens=0, running=0, waiting=0, kv_usage=0.0, matched_tokens=tokens)
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        answers = [Answers([Liar(ident)], [KEY.encode()]) for ident in idents]
+        servers = [UdpServer(loop, open_socket("127.0.0.1", 0, authenticated=True), one) for one in answers]
+        pipe.send([server.port for server in servers])
+        await asyncio.Event().wait()
+
+    asyncio.run(main())
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -255,22 +343,33 @@ async def _serve(pipe: Connection, rows: list[Request], scene: Scene) -> None:
     from gpuroute.httpx2 import AsyncClient
     from gpuroute.router import Router
 
-    endpoints: list[Endpoint] = pipe.recv()
-    clients: dict[tuple[str, bool], AsyncClient] = {}
-    routers: dict[tuple[str, bool], Router] = {}
+    clients: dict[str, AsyncClient] = {}
+    routers: dict[str, Router] = {}
     while True:
         try:
             turn: Turn = await asyncio.to_thread(pipe.recv)
         except EOFError:
             return
-        kind = turn.policy, turn.asks
+        kind, asks = turn.kind, turn.has("asks")
         if kind not in clients:
-            how: dict[str, Any] = {"asks": "on" if turn.asks else "off", "ask_hashes": turn.asks, "agent_key": KEY}
+            how: dict[str, Any] = {"asks": "on" if asks else "off", "ask_hashes": asks, "agent_key": KEY}
             how["ask_timeout"] = scene.ask_timeout
-            router = Router(endpoints={POOL: endpoints}, policy=turn.policy, **how)
+            router = Router(endpoints={POOL: turn.endpoints}, policy=turn.policy, **how)
             clients[kind], routers[kind] = AsyncClient(router, timeout=300.0), router
+        Line.send = _losing if turn.has("loss") else _sending  # type: ignore[method-assign,assignment]
         calls = await _replay(clients[kind], rows, scene.time_scale, turn)
         pipe.send((calls, _counts(routers[kind])))
+
+
+LOSS = 0.3
+_sending = Line.send
+
+
+def _losing(line: Line, data: bytes, place: Place) -> None:
+    """Every message is lost with a chance of LOSS; an ask also for the bid that would have come back."""
+    lost = 1 - (1 - LOSS) ** 2 if data[3] == Kind.ASK else LOSS
+    if random.random() >= lost:
+        _sending(line, data, place)
 
 
 def _counts(router: Router) -> dict[str, int]:
