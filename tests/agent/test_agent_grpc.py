@@ -14,10 +14,10 @@ from agent.stage import call_of, desks, router_of
 
 from gpuroute.agent.answers import Answers
 from gpuroute.agent.grpc_server import Listening, serve
+from gpuroute.core.asking import GRPC_METHOD
 from gpuroute.core.endpoint import Endpoint
 from gpuroute.errors import ConfigError
 from gpuroute.testing import GpuServer
-from gpuroute.transports.ask_grpc import METHOD
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -130,7 +130,7 @@ def test_an_agent_of_another_authority_is_not_believed(pem: dict[str, str]) -> N
 
 def test_garbage_over_grpc_is_dropped() -> None:
     with GrpcAgent(desks(1), (b"k",)) as agent, grpc.insecure_channel(f"127.0.0.1:{agent.port}") as channel:
-        say = channel.unary_unary(METHOD)
+        say = channel.unary_unary(GRPC_METHOD)
         for data in (b"", b"x" * 900, b"GR\x01\x01" + b"\0" * 44):
             assert say(data, timeout=5) == b""
         with pytest.raises(grpc.RpcError) as caught:

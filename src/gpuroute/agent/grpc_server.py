@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import grpc.aio
 
+from gpuroute.core.asking import GRPC_METHOD
 from gpuroute.errors import ConfigError
-from gpuroute.transports.ask_grpc import METHOD
 
 if TYPE_CHECKING:
     from gpuroute.agent.answers import Answers
@@ -74,7 +74,7 @@ class _Handler(grpc.GenericRpcHandler):
         self._method: Any = grpc.unary_unary_rpc_method_handler(self._say)
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
-        return self._method if handler_call_details.method == METHOD else None
+        return self._method if handler_call_details.method == GRPC_METHOD else None
 
     async def _say(self, data: bytes, context: Any) -> bytes:
         source = context.peer().rpartition(":")[0]

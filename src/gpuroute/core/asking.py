@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 VERSION = 1
+GRPC_METHOD = "/gpuroute.Agent/Say"  # over gRPC the same messages are the payload of this one
 MAX_HASHES = 8
 UNKNOWN = 0xFFFFFFFF
 TAG = 16

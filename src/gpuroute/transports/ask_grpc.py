@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
+from gpuroute.core.asking import GRPC_METHOD
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-METHOD = "/gpuroute.Agent/Say"
 OPTIONS = (("grpc.enable_retries", 0), ("grpc.max_receive_message_length", 1024), ("grpc.enable_http_proxy", 0))
 
 _ABANDONED: list[object] = []  # of a forked child's parent: never touched there
@@ -42,7 +43,7 @@ class Channels:
             if found is None:
                 channel = self._open(scheme, target)
                 self._channels.append(channel)
-                found = self._says[scheme, target] = channel.unary_unary(METHOD)
+                found = self._says[scheme, target] = channel.unary_unary(GRPC_METHOD)
             return found
 
     def _open(self, scheme: str, target: str) -> grpc.Channel:
