@@ -203,6 +203,25 @@ def test_an_engine_that_takes_no_calls_is_the_last_choice_and_still_one(state: E
         assert call.pool.shared.speeds.backlog < 200_000
 
 
+def test_the_snapshot_shows_which_truth_is_in_use_and_how_old_it_is() -> None:
+    with AgentThread(desks(2)) as agent:
+        silent = Endpoint("silent", "http://127.0.0.1:1")
+        router, asker = router_of([*agent.endpoints(), silent])
+        call = call_of(router)
+        asking = asker.ask(call)
+        for state in call.pool.snapshot.states:
+            if state.id in asking.bids:
+                assert state.report.source == "agent:READY"
+        pool = router.snapshot().pools["p"]
+        assert pool.agents == pytest.approx(2 / 3)
+        assert pool.reporting == pytest.approx(len(asking.bids) / 3)
+        shown = {view.id: view.report for view in pool.endpoints}
+        assert shown["silent"] is None
+        reports = [report for report in shown.values() if report is not None]
+        assert reports
+        assert all(report.source == "agent:READY" and 0 <= report.age_s < 5 for report in reports)
+
+
 # ---------------------------------------------------------------------------------------------- when not
 
 

@@ -9,6 +9,8 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from gpuroute.core.report import MAX_AGE_S
+
 if TYPE_CHECKING:
     from gpuroute.core.candidates import Ask
     from gpuroute.core.pool import Pool
@@ -19,8 +21,22 @@ DRAWN = frozenset({"candidate", "random"})  # how candidates of chance are named
 
 
 @dataclass(frozen=True, slots=True)
+class ReportView:
+    """What a server last said of itself, by which way (`agent:READY`, `orca`, ...), and how long ago. `late_s`: how much
+    later than its bids promise first tokens come from it; beyond 0.2 s it is not believed."""
+
+    source: str
+    age_s: float
+    running: int
+    waiting: int
+    queued_tokens: int | None
+    kv_usage: float
+    late_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class EndpointView:
-    """One endpoint as this process sees it. `limit` None = unlimited; ages in seconds."""
+    """One endpoint as this process sees it. `limit` None = unlimited, `report` None = it never reported; ages in s."""
 
     id: str
     url: str
@@ -36,11 +52,13 @@ class EndpointView:
     oldest_attempt_s: float | None
     zone: str = ""
     gpu: str = ""
+    report: ReportView | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class PoolView:
-    """One pool: its policy, its endpoints, counters, and what is left of the retry budget."""
+    """One pool: its policy, its endpoints, counters, and what is left of the retry budget. `agents`, `reporting`: shares
+    of its endpoints that have an agent, and that reported their load within the last 10 s."""
 
     name: str
     policy: str
@@ -49,6 +67,8 @@ class PoolView:
     budget: float
     signals: dict[str, int]
     endpoints: tuple[EndpointView, ...]
+    agents: float = 0.0
+    reporting: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,13 +142,25 @@ def describe_endpoint(state: EndpointState, now: float) -> EndpointView:
         oldest_attempt_s=_age(oldest, now),
         zone=endpoint.zone,
         gpu=endpoint.gpu.kind,
+        report=_report(state, now),
     )
+
+
+def _report(state: EndpointState, now: float) -> ReportView | None:
+    said, trust = state.report, state.trust
+    if said is None:
+        return None
+    queued = said.queued_tokens if said.queued_tokens >= 0 else None
+    late = 0.0 if trust is None else trust.lateness(now)
+    return ReportView(said.source, now - said.at, said.running, said.waiting, queued, said.kv_usage, late)
 
 
 def describe_pool(pool: Pool, now: float) -> PoolView:
     """A copy of what is known of one pool."""
     with pool.shared.lock:
         budget = pool.budget.balance(now)
+    states = pool.snapshot.states
+    fresh = sum(state.report is not None and now - state.report.at <= MAX_AGE_S for state in states)
     return PoolView(
         name=pool.name,
         policy=pool.rules.policy,
@@ -136,7 +168,9 @@ def describe_pool(pool: Pool, now: float) -> PoolView:
         in_flight=len(pool.shared.in_flight),
         budget=budget,
         signals=pool.shared.signals.as_dict(),
-        endpoints=tuple(describe_endpoint(state, now) for state in pool.snapshot.states),
+        endpoints=tuple(describe_endpoint(state, now) for state in states),
+        agents=sum(bool(state.endpoint.agent) for state in states) / max(1, len(states)),
+        reporting=fresh / max(1, len(states)),
     )
 
 

@@ -14,6 +14,7 @@ off.
 from __future__ import annotations
 
 import ipaddress
+import logging
 import random
 import socket
 import threading
@@ -59,6 +60,8 @@ if TYPE_CHECKING:
     from gpuroute.transports.ask_grpc import Channels
     from gpuroute.transports.ask_lines import Address
 
+log = logging.getLogger("gpuroute")
+
 MOST = 6
 """Asks of one call: 4-6 are the knee, more gain nothing (docs/asking.md)."""
 
@@ -67,6 +70,7 @@ MUTE_S, MAX_MUTE_S = 0.5, 30.0
 WORTH = 5.0  # a call must be expected to last so many round trips to be asked for
 SMALL_S, NEAR_S = 0.05, 0.001  # small jobs are worth asking for only nearby
 NOT_READY_TOKENS = 1_000_000  # what an engine that takes no calls is charged: dearer than any queue, but not excluded
+COVERED = 0.95  # a pool with fewer agents is worth a word in the log
 RESOLVE_S = 60.0
 LOOK_AGAIN_S = 0.0003
 
@@ -208,8 +212,10 @@ class Asker:
         snapshot = pool.snapshot
         known = self._pools.get(pool.name)
         if known is None or known[0] is not snapshot:
-            some = any(state.endpoint.agent for state in snapshot.routable)
-            known = self._pools[pool.name] = (snapshot, some)
+            count, size = sum(bool(state.endpoint.agent) for state in snapshot.routable), len(snapshot.routable)
+            if count and count < COVERED * size and (known is None or not known[1]):
+                log.info("pool %s: %d of %d endpoints have an agent, the others are guessed at", pool.name, count, size)
+            known = self._pools[pool.name] = (snapshot, count > 0)
         return known[1]
 
     def _pays(self, call: Call, state: EndpointState) -> bool:
