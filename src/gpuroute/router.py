@@ -319,6 +319,15 @@ class Router:
         known = ", ".join(sorted(self._pools)) or "none"
         raise UnknownPool(f"pool {name!r} is not in the fleet; known pools: {known}")
 
+    @property
+    def closed(self) -> bool:
+        """True after `close`."""
+        return self._closed
+
+    def pools(self) -> tuple[Pool, ...]:
+        """The pools of the present view. Never blocks."""
+        return tuple(self._pools.values())
+
     def resolve(self, model: str) -> str:
         """The pool that serves a model: the pool of that name, else the only one all of whose endpoints list the model.
 

@@ -155,6 +155,10 @@ class Hub:
             timeout = 0.0  # grpcio takes it, and says DEADLINE_EXCEEDED
         if self.reads and request and not key:
             key, steps, tokens = self._read(method, request)
+        if self.router.settings.health_checks:
+            from gpuroute.transports.health import CHECKER
+
+            CHECKER.watch(self.router)
         call = self.router.call(
             self.pool,
             key=key,

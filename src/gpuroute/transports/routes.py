@@ -126,6 +126,7 @@ class Routes:
         self._salt = settings.salt.reveal() if settings.salt else None
         self._disabled = settings.disabled
         self._asker = asker_of(router)
+        self._checks = router.settings.health_checks
         self._fallbacks: dict[str, Pool] = {}
         router.on_fork(self._after_fork)
         watch(router)
@@ -184,6 +185,10 @@ class Routes:
 
     def _open(self, route: Route) -> None:
         """Begin the call."""
+        if self._checks:
+            from gpuroute.transports.health import CHECKER
+
+            CHECKER.watch(self.router)
         options, prompt = route.out.options, route.prompt
         key = options.key or (prompt.key if prompt is not None else None)
         url = self.router.fallback(route.name, key)

@@ -112,7 +112,7 @@ class Crowd:
         except Exception as error:
             causes = list(_causes(error))
             seen.interrupted = any(isinstance(cause, StreamInterrupted) for cause in causes)
-            seen.error = f"{type(causes[-1]).__name__}: {causes[0]}"[:300]
+            seen.error = f"{type(causes[-1]).__name__}: {' / '.join(map(str, causes[:2]))}"[:300]
             notes = [note for cause in causes for note in getattr(cause, "__notes__", ())]
             seen.error += f" [{notes[-1]}]" if notes else ""
         seen.ended = time.monotonic()

@@ -153,11 +153,14 @@ class Script:
             await asyncio.to_thread(server.process.resume)
 
     async def _until_out(self, one: Happened) -> None:
-        """Note when calls stopped being sent there: the last attempt's start, read off what is in flight."""
+        """Note for how long calls were sent there, from the first that could notice: read off what is in flight."""
+        first = None
         while True:
             state = self.router.pool(self.fleet.pool).snapshot.by_id.get(one.target)
             flying = tuple(state.in_flight) if state is not None else ()
-            latest = max(one.out_s or 0.0, *(attempt.started - one.began for attempt in flying), 0.0)
+            if flying and first is None:
+                first = max(one.began, min(attempt.started for attempt in flying))
+            latest = max(one.out_s or 0.0, *(attempt.started - (first or one.began) for attempt in flying), 0.0)
             if latest > (one.out_s or 0.0) + PROBE_S:
                 return  # a probe: it was out in between
             one.out_s = latest

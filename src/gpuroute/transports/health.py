@@ -1,0 +1,162 @@
+"""Active health checks: one thread per process asks every endpoint of every router that opted in. Jittered, bounded.
+
+HTTP endpoints are asked for the path at which their engine says that it is ready, gRPC ones by the standard health
+protocol. An engine whose health check fails under mere load is not asked. What an answer leads to is decided in
+`core.health`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import ssl
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from gpuroute.core.health import Checked, HealthRules
+from gpuroute.engines.catalog import engine_of
+from gpuroute.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from gpuroute.core.endpoint import Endpoint
+    from gpuroute.core.pool import Pool
+    from gpuroute.core.state import EndpointState
+    from gpuroute.router import Router
+
+TICK_S = 0.1
+AT_A_TIME = 64
+SERVING = b"\x08\x01"
+"""grpc.health.v1.HealthCheckResponse with status SERVING, in the protobuf encoding."""
+
+
+class Checker:
+    """The one checker of this process. Its thread is a daemon and ends with the last router. Any thread may `watch`."""
+
+    def __init__(self) -> None:
+        self._routers: weakref.WeakSet[Router] = weakref.WeakSet()
+        self._checked: weakref.WeakKeyDictionary[EndpointState, Checked] = weakref.WeakKeyDictionary()
+        self._lock = threading.Lock()
+        self._pid = 0
+        self._running = False
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def watch(self, router: Router) -> None:
+        """Check the endpoints of a router from now on, if its settings ask for it. Cheap when it is watched already."""
+        if not router.settings.health_checks or (self._pid == os.getpid() and self._running and router in self._routers):
+            return
+        if self._pid != os.getpid():  # a forked child has neither the thread nor, perhaps, a free lock
+            self._pid, self._running, self._lock = os.getpid(), False, threading.Lock()
+        with self._lock:
+            self._routers.add(router)
+            if not self._running:
+                self._running = True
+                threading.Thread(target=self._main, name="gpuroute-health", daemon=True).start()
+
+    def _main(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the interpreter is ending
+            asyncio.run(self._check_on())
+
+    async def _check_on(self) -> None:
+        places = asyncio.Semaphore(AT_A_TIME)
+        while self._go_on():
+            for router, pool, state in tuple(self._endpoints()):
+                now = router.clock()
+                checked = self._checked.get(state)
+                if checked is None:
+                    rules = HealthRules(interval_s=router.settings.health_interval)
+                    checked = self._checked[state] = Checked(rules, now, router.random)
+                if now >= checked.due_at:
+                    checked.begin(now, router.random)
+                    task = asyncio.create_task(_check(places, router, pool, state, checked))
+                    self._tasks.add(task)
+                    task.add_done_callback(self._tasks.discard)
+            await asyncio.sleep(TICK_S)
+
+    def _go_on(self) -> bool:
+        with self._lock:
+            for router in [router for router in self._routers if router.closed]:
+                self._routers.discard(router)
+            self._running = bool(self._routers)
+            return self._running
+
+    def _endpoints(self) -> Iterator[tuple[Router, Pool, EndpointState]]:
+        for router in tuple(self._routers):
+            for pool in router.pools():
+                for state in pool.snapshot.routable:
+                    if not engine_of(state.endpoint.engine).queue_fails_health:
+                        yield router, pool, state
+
+
+CHECKER = Checker()
+
+
+async def _check(places: asyncio.Semaphore, router: Router, pool: Pool, state: EndpointState, checked: Checked) -> None:
+    async with places:
+        try:
+            async with asyncio.timeout(checked.rules.timeout_s):
+                ask = _grpc if state.endpoint.protocol == "grpc" else _http
+                well = await ask(state.endpoint, checked.rules.timeout_s)
+        except (OSError, ssl.SSLError, ConfigError, ValueError, EOFError):
+            well = False
+    checked.ended(pool, state, router.clock(), well=well)
+
+
+async def _http(endpoint: Endpoint, timeout: float) -> bool:  # noqa: ARG001  (the caller holds it)
+    """True if the engine's readiness path answers 2xx."""
+    url = urlsplit(endpoint.url)
+    secure = url.scheme == "https"
+    context = _context(endpoint) if secure else None
+    name = (endpoint.tls.server_name or url.hostname) if secure else None
+    reader, writer = await asyncio.open_connection(
+        url.hostname, url.port or (443 if secure else 80), ssl=context, server_hostname=name
+    )
+    try:
+        writer.write(_request(endpoint, url.path, url.netloc))
+        status = await reader.readline()
+        return status.startswith(b"HTTP/1.") and status[9:10] == b"2"
+    finally:
+        writer.transport.abort()
+
+
+def _request(endpoint: Endpoint, prefix: str, netloc: str) -> bytes:
+    base = prefix.rstrip("/").removesuffix("/v1")
+    engine = engine_of(endpoint.engine)
+    path = engine.live if "{model}" in engine.ready and not endpoint.model else engine.ready
+    path = path.format(model=endpoint.model)
+    headers = {"Host": endpoint.authority or netloc, **endpoint.headers, "Connection": "close"}
+    lines = [f"GET {base}{path} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
+    return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
+
+
+def _context(endpoint: Endpoint) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=endpoint.tls.ca or None)
+    if endpoint.tls.cert:
+        context.load_cert_chain(endpoint.tls.cert, endpoint.tls.key or None)
+    return context
+
+
+async def _grpc(endpoint: Endpoint, timeout: float) -> bool:
+    return await asyncio.to_thread(_grpc_blocking, endpoint, timeout)
+
+
+def _grpc_blocking(endpoint: Endpoint, timeout: float) -> bool:
+    """True if the server says SERVING, or answers without knowing the health protocol."""
+    import grpc
+
+    from gpuroute.transports.grpc_peers import Dialer, channel_options
+
+    options = channel_options((), connect_timeout=timeout, idle=60.0, trust_env=False)
+    dial = Dialer(grpc.insecure_channel, grpc.secure_channel, options, None, None)
+    channel: Any = dial(endpoint)
+    try:
+        check = channel.unary_unary("/grpc.health.v1.Health/Check")
+        return bool(check(b"", timeout=timeout).startswith(SERVING))
+    except grpc.RpcError as error:
+        return error.code() is grpc.StatusCode.UNIMPLEMENTED
+    finally:
+        channel.close()

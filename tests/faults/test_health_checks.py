@@ -1,0 +1,140 @@
+"""Active health checks: opt in, hysteresis, and live traffic has the last word."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+import grpc
+import pytest
+from fault_world import TEXT, ask, vllm
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpuroute import ConfigError, Endpoint
+from gpuroute.core.fleet import PoolSpec
+from gpuroute.core.health import Checked, HealthRules
+from gpuroute.core.outcome import Outcome
+from gpuroute.core.pool import Pool, PoolRules
+from gpuroute.core.state import EJECTION
+from gpuroute.transports import health
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from http_caller import Caller
+
+    from gpuroute.testing import GpuServer
+
+RULES = HealthRules()
+
+
+def pool_of(count: int) -> Pool:
+    spec = PoolSpec("p", tuple(Endpoint(f"gpu-{n}", f"http://gpu-{n}") for n in range(count)))
+    return Pool(spec, PoolRules(), random=random.Random(1).random)
+
+
+def test_three_failures_take_out_and_two_successes_bring_back() -> None:
+    pool = pool_of(3)
+    state = pool.snapshot.states[0]
+    checked = Checked(RULES, 0.0, lambda: 0.5)
+    now = 0.0
+    for well, out in [(False, 0), (False, 0), (True, 0), (False, 0), (False, 0), (False, 1), (True, 1), (True, 0)]:
+        now += 5
+        checked.ended(pool, state, now, well=well)
+        assert (EJECTION in state.caps) == out
+    assert state.ramp_at is not None  # back, but on the ramp
+
+
+def test_a_check_never_outweighs_live_traffic() -> None:
+    pool = pool_of(3)
+    state = pool.snapshot.states[0]
+    checked = Checked(RULES, 0.0, lambda: 0.5)
+    for now in range(10):
+        checked.ended(pool, state, float(now), well=False)
+        attempt = state.acquire(float(now))
+        assert attempt is not None
+        attempt.finish(Outcome.SUCCESS, now + 0.5)
+    assert EJECTION not in state.caps
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=80))
+def test_whatever_checks_say_the_cap_holds(answers: list[tuple[int, bool]]) -> None:
+    pool = pool_of(6)
+    checks = [Checked(RULES, 0.0, lambda: 0.5) for _ in range(6)]
+    for step, (index, well) in enumerate(answers):
+        checks[index].ended(pool, pool.snapshot.states[index], float(step), well=well)
+        assert sum(EJECTION in state.caps for state in pool.snapshot.states) <= 2
+
+
+def test_checks_are_jittered() -> None:
+    checked = Checked(RULES, 0.0, random.Random(1).random)
+    moments = []
+    for _ in range(50):
+        checked.begin(0.0, random.Random(len(moments)).random)
+        moments.append(checked.due_at)
+    assert 4 <= min(moments) < max(moments) - 1 < 5
+
+
+def test_contradictions_are_refused() -> None:
+    for fields in ({"interval_s": 0}, {"jitter": 1.0}, {"fall": 0}):
+        with pytest.raises(ConfigError):
+            HealthRules(**fields)
+
+
+def test_an_endpoint_that_says_503_is_taken_out_without_any_call_failing(
+    gpus: Callable[..., list[GpuServer]], call: Callable[..., Caller], eventually: Callable[..., None]
+) -> None:
+    servers = gpus(3)
+    client = call("httpx2-sync", vllm(servers), health_checks=True, health_interval="50ms")
+    servers[0].health(503)
+    client.post(TEXT, json=ask())  # starts the checker: nothing runs before the first call
+    states = client.router.pool("llama").snapshot.states
+    eventually(lambda: EJECTION in states[0].caps, "gpu-0 is out", 5)
+    before = servers[0].state()["received"]
+    for _ in range(6):
+        assert client.post(TEXT, json=ask()).status_code == 200
+    assert servers[0].state()["received"] == before
+    servers[0].resume()
+    eventually(lambda: EJECTION not in states[0].caps, "gpu-0 is back", 5)
+    assert EJECTION not in states[1].caps
+
+
+def test_off_by_default(gpus: Callable[..., list[GpuServer]], call: Callable[..., Caller]) -> None:
+    client = call("httpx2-sync", vllm(gpus(1)))
+    client.post(TEXT, json=ask())
+    assert client.router not in health.CHECKER._routers
+
+
+class Health(grpc.GenericRpcHandler):
+    def __init__(self, answer: bytes | None) -> None:
+        self.answer = answer
+
+    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
+        if details.method != "/grpc.health.v1.Health/Check" or self.answer is None:
+            return None
+        return grpc.unary_unary_rpc_method_handler(lambda *_: self.answer)
+
+
+@pytest.mark.parametrize(("answer", "well"), [(b"\x08\x01", True), (b"\x08\x02", False), (b"", False), (None, True)])
+def test_grpc_servers_are_asked_by_the_standard_protocol(answer: bytes | None, well: bool) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    server = grpc.server(ThreadPoolExecutor(1), handlers=[Health(answer)])
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        endpoint = Endpoint("a", f"grpc://127.0.0.1:{port}", protocol="grpc")
+        assert health._grpc_blocking(endpoint, 5.0) is well
+    finally:
+        server.stop(0)
+    assert health._grpc_blocking(endpoint, 0.5) is False
+
+
+def test_the_request_of_a_check_knows_prefix_engine_and_credentials() -> None:
+    endpoint = Endpoint("a", "http://h:1/gw/v1", engine="triton", model="resnet", headers={"authorization": "Bearer s"})
+    assert health._request(endpoint, "/gw/v1", "h:1").split(b"\r\n")[:3] == [
+        b"GET /gw/v2/models/resnet/ready HTTP/1.1",
+        b"Host: h:1",
+        b"authorization: Bearer s",
+    ]
