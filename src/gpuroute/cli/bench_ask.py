@@ -88,7 +88,7 @@ def measure_agent(seconds: float, rate: int) -> dict[str, float]:
         resident = _resident(pid)
     return {
         "asks_per_s": round(answered / took),
-        "asks_per_cpu_s": round(answered / busy),
+        "asks_per_cpu_s": round(answered / max(busy, 0.01)),
         "rate": rate,
         "p50_ms": round(1e3 * statistics.median(times), 4),
         "p99_ms": round(1e3 * times[int(0.99 * len(times))], 4),
