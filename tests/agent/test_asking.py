@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import socket
 import threading
 import time
 from dataclasses import replace
@@ -360,3 +361,43 @@ def test_the_key_can_come_from_a_file(tmp_path: object) -> None:
 
 def test_kinds_of_messages_are_the_documented_ones() -> None:
     assert [kind.name for kind in Kind] == ["ASK", "BID", "TAKE", "TELL"]
+
+
+# ---------------------------------------------------------------------------------------------- addresses
+
+
+@pytest.mark.parametrize(
+    ("agent", "found"),
+    [
+        ("udp://127.0.0.1:9401", (("127.0.0.1", 9401), 0)),
+        ("udp://127.0.0.1:9401/3", (("127.0.0.1", 9401), 3)),
+        ("udp://[::1]:9401/1", (("::1", 9401, 0, 0), 1)),
+        ("grpcs://agent.internal:9402", (("grpcs", "agent.internal:9402"), 0)),
+    ],
+)
+def test_addresses_of_agents(agent: str, found: object) -> None:
+    router, asker = router_of([Endpoint("gpu-0", "http://127.0.0.1:1", agent=agent), Endpoint("b", "http://127.0.0.1:2")])
+    place = asker.peer(router.pool("p").snapshot.by_id["gpu-0"], 0.0).place
+    assert (place.address, place.engine) == found
+
+
+def test_names_are_looked_up_beside_the_calls(eventually: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    wait = threading.Event()
+    real = socket.getaddrinfo
+
+    def slow(host: str, *rest: object, **named: object) -> object:
+        assert wait.wait(10)
+        return real("127.0.0.1" if host == "agent.test" else host, *rest, **named)
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    wait.set()
+    with AgentThread(desks(2)) as agent:
+        wait.clear()
+        endpoints = [replace(e, agent=e.agent.replace("127.0.0.1", "agent.test")) for e in agent.endpoints()]
+        router, asker = router_of(endpoints)
+        began = time.monotonic()
+        assert asker.ask(call_of(router)) is None, "nobody waits for the name"
+        assert time.monotonic() - began < 5
+        wait.set()
+        eventually(lambda: all(p.place for p in asker._peers.values()) and asker._peers, "the names are known")
+        assert asker.ask(call_of(router)).bids
