@@ -175,8 +175,7 @@ class Trip:
             self.attempt.awaited(self.settled.clock())
         until = None if call.deadline == math.inf else time.monotonic() + call.time_left(self.settled.clock())
         if rules.enabled:
-            quiet = rules.gap_floor_s if self.attempt.whole else rules.first_floor_s
-            connection.wire.begin(until, quiet, self._patience)
+            connection.wire.begin(until, rules.first_floor_s, self._patience)
         else:
             connection.wire.begin(until)
         if self.attempt.outcome is not None:  # it lost a race while it was connecting

@@ -62,14 +62,15 @@ class Script:
     async def play(self) -> None:
         """All of it."""
         self._started = time.monotonic()
+        pace = min(1.0, self.seconds / 60)  # a short run waits shortly
         kinds = [kind for kind in FAULTS if self.only is None or kind in self.only]
         if self.fleet.cluster is None:
             kinds = [kind for kind in kinds if kind not in OF_ETCD]
         with_outage = "outage" in kinds
         kinds = [kind for kind in kinds if kind != "outage"]
-        await asyncio.sleep(CALM_S)
+        await asyncio.sleep(CALM_S * pace)
         self.calm_until = time.monotonic()
-        ends = self.calm_until + self.seconds - (OUTAGE_S + 2 * AFTER_S if with_outage else AFTER_S)
+        ends = self.calm_until + self.seconds - (OUTAGE_S * with_outage + AFTER_S * pace * (1 + with_outage))
         while kinds and time.monotonic() < ends:
             for kind in self.random.sample(kinds, len(kinds)):
                 await asyncio.sleep(self.random.uniform(0.4, 1.2))
@@ -77,10 +78,10 @@ class Script:
                     break
                 self._begin(kind)
         await asyncio.gather(*self._tasks)
-        await asyncio.sleep(AFTER_S)
+        await asyncio.sleep(AFTER_S * pace)
         if with_outage:
             await self._everybody_gone()
-            await asyncio.sleep(AFTER_S)
+            await asyncio.sleep(AFTER_S * pace)
 
     def _begin(self, kind: str) -> None:
         fleet = self.fleet

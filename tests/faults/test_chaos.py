@@ -1,0 +1,92 @@
+"""`gpuroute chaos` itself, in small: its keys, its verdict, and that a run leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from gpuroute.cli import chaos
+from gpuroute.cli.chaos.callers import Seen
+from gpuroute.cli.chaos.verdict import Verdict
+from gpuroute.core.signals import Signals
+from gpuroute.testing import answer
+
+if TYPE_CHECKING:
+    from gpuroute.cli.chaos.script import Happened
+
+
+def run(*arguments: str) -> tuple[dict[str, Any], str]:
+    command = [sys.executable, "-m", "gpuroute", "chaos", "--json", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    assert done.stdout, done.stderr
+    return json.loads(done.stdout), done.stderr
+
+
+def test_a_small_run_with_continuation() -> None:
+    faults = [f"--only={kind}" for kind in ("cut", "kill", "hang", "busy", "error")]
+    arguments = ("--minutes=0.2", "--servers=5", "--callers=8", "--think=0.2", "--no-etcd", "--continuation")
+    counts, told = run(*arguments, *faults)
+    assert tuple(counts) == chaos.KEYS
+    assert counts["calls"] > 100, told
+    assert counts["caller_failures"] <= 1, told
+    zeroes = ("interrupted", "doubled_after_first_byte", "lost_events", "duplicated_events", "residual_in_flight")
+    assert [counts[name] for name in zeroes] == [0] * 5, told
+    assert "registry: a file" in told
+    assert "the script itself failed" not in told
+
+
+def verdict(*seen: Seen, outage: tuple[float, float] | None = None, wire: Any = (), **signals: int) -> Verdict:
+    pool = SimpleNamespace(
+        shared=SimpleNamespace(signals=Signals(**signals), in_flight=()), snapshot=SimpleNamespace(states=())
+    )
+    crowd = SimpleNamespace(seen=list(seen), lag_s=0.0, lag_at=lambda moment: 0.0, has_openai=True)
+    happened: list[Happened] = []
+    script = SimpleNamespace(happened=happened, outage=outage, calm_until=5.0, thaws=[])
+    server = SimpleNamespace(endpoint=SimpleNamespace(id="gpu-0"), wire=[{"wire": wire}] if wire else [])
+    fleet = SimpleNamespace(pool="p", servers=[server])
+    router = SimpleNamespace(pool=lambda name: pool)
+    return Verdict(crowd, script, fleet, router, continuation=False)  # type: ignore[arg-type]
+
+
+def seen(**fields: Any) -> Seen:
+    told = {"ident": "1", "began": 1.0, "timeout": 3.0, "expected": answer("x", 5), "first": 1.1, "ended": 2.0}
+    return Seen(**{**told, "text": answer("x", 5), **fields})
+
+
+def test_the_verdict_sees_what_it_is_there_to_see() -> None:
+    whole = answer("x", 5)
+    assert verdict(seen()).missed() == []
+    assert verdict(seen(text=whole[:-4])).counts()["lost_events"] == 1
+    assert verdict(seen(text=whole[:8] + whole[4:])).counts()["duplicated_events"] > 0
+    assert verdict(seen(error="x", text=whole[:8])).counts()["lost_events"] == 0
+    assert verdict(seen(error="x")).counts()["caller_failures"] == 1
+    assert verdict(seen(error="x", interrupted=True)).counts()["interrupted"] == 1
+    assert verdict(seen(ended=4.2)).counts()["beyond_deadline"] == 1
+    assert verdict(seen(ended=4.05)).counts()["beyond_deadline"] == 0
+    assert (
+        verdict(seen(), wire={"1": [[1.0, 1.1, "finished"], [1.5, None, ""]]}).counts()["doubled_after_first_byte"] == 1
+    )
+    assert verdict(seen(), wire={"1": [[0.9, 1.0, ""], [1.05, None, ""]]}).counts()["doubled_after_first_byte"] == 0
+
+
+def test_an_outage_of_everybody_is_judged_by_its_end() -> None:
+    calls = [seen(ident=str(n), began=10 + n / 10, ended=10.05 + n / 10) for n in range(40)]
+    assert verdict(*calls, outage=(5.0, 10.0)).counts()["recovery_s"] == 0.0
+    calls[7] = seen(began=10.7, ended=10.8, error="refused")
+    found = verdict(*calls, outage=(5.0, 10.0)).counts()
+    assert (found["recovery_s"], found["caller_failures"]) == (0.7, 0)
+    calls[30] = seen(began=13.0, ended=13.1, error="refused")
+    assert verdict(*calls, outage=(5.0, 10.0)).counts()["recovery_s"] == 99.0
+
+
+@pytest.mark.parametrize("arguments", [["--servers=2"], ["--minutes=0"], ["--only=earthquake"]])
+def test_nonsense_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    from gpuroute.cli import main
+
+    assert main(["chaos", *arguments]) == 2
+    assert "expected --minutes above 0" in capsys.readouterr().err
