@@ -196,3 +196,35 @@ def test_a_cap_that_expires_is_never_forgotten() -> None:
     if clock() >= stage.pool.shared.wake_at:
         stage.pool.tick(clock())
     assert all(state.admitted for state in states)
+
+
+def test_an_interrupt_anywhere_in_admission_leaves_no_load_behind() -> None:
+    """Between any two lines of `next_attempt`: whatever counts as load is known to the call, so its close ends it."""
+    stage = Stage(2, max_in_flight=4, policy="least_request")
+    line = 0
+    while True:
+        line += 1
+        call = stage.call()
+        left = line
+
+        def interrupt(_frame: object, event: str, _argument: object) -> object:
+            nonlocal left
+            left -= event == "line"
+            if not left:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+            return interrupt
+
+        try:
+            sys.settrace(interrupt)
+            call.next_attempt(stage.clock())
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        call.close(stage.clock())
+        assert not any(state.in_flight for state in stage.pool.snapshot.states), f"after line {line}"
+        assert not stage.pool.shared.in_flight, f"after line {line}"
+        if left > 0:
+            break
+    assert line > 15

@@ -115,13 +115,12 @@ class Call:
         if now >= self.deadline:
             self.pool.shared.signals.deadlines += 1
             raise DeadlineExceeded(self._story(f"deadline exceeded after {now - self.started:.3f} s"))
-        attempt = self.pool.acquire(self.ask, now, self.tried, len(self.history) + 1)
+        attempt = self.pool.acquire(self.ask, now, self.tried, self.history)
         if attempt is None:
             raise self._nobody(now)
         signals = self.pool.shared.signals
         signals.attempts += 1
-        signals.retries += bool(self.history)
-        self.history.append(attempt)
+        signals.retries += attempt.number > 1
         self.tried.add(attempt.state)
         return attempt
 

@@ -99,13 +99,12 @@ def second_attempt(call: Call, now: float) -> Attempt | None:
         paid = extra.balance(now) >= call.work and pool.budget.try_withdraw(now, call.work)
         if paid:
             extra.try_withdraw(now, call.work)
-    attempt = pool.acquire(call.ask, now, call.tried, len(call.history) + 1) if paid else None
+    attempt = pool.acquire(call.ask, now, call.tried, call.history) if paid else None
     if attempt is None:
         signals.hedges_denied += 1
         return None
     signals.attempts += 1
     signals.hedges += hedges
     signals.reroutes += not hedges
-    call.history.append(attempt)
     call.tried.add(attempt.state)
     return attempt

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
     from gpuroute.core.attempt import Attempt
 
+    Tries = list[Attempt] | None
+
 
 @dataclass(frozen=True, slots=True)
 class PoolRules:
@@ -133,20 +135,20 @@ class Pool:
             state = picker.pick(ask, tried.states)
         return state or (picker.pick(ask) if tried else None)
 
-    def acquire(self, ask: Ask, now: float, tried: Container[EndpointState] = (), number: int = 1) -> Attempt | None:
-        """Start an attempt on the best endpoint, or None if no endpoint may take one."""
+    def acquire(self, ask: Ask, now: float, tried: Container[EndpointState] = (), tries: Tries = None) -> Attempt | None:
+        """Start an attempt on the best endpoint and add it to its call's history; None if no endpoint may take one."""
         if now >= self.shared.wake_at:
             self.tick(now)
         if ask is not NOTHING_ASKED:
             ask.now, ask.mean_tokens = now, self.mean_tokens
         state = None if self._panics() else self._unsuspected(ask, now, tried)
         while state is not None:
-            attempt = state.acquire(now, number, ask.tokens)
+            attempt = state.acquire(now, tries, ask.tokens)
             if attempt is not None:
                 self._placed(ask, attempt)
                 return attempt
             state = self.pick(ask, tried)  # a limit was reached in between: that endpoint is not admitted now
-        return self._acquire_in_panic(ask, now, tried, number) if self.rules.panic == "fail_open" else None
+        return self._acquire_in_panic(ask, now, tried, tries) if self.rules.panic == "fail_open" else None
 
     def _unsuspected(self, ask: Ask, now: float, tried: Container[EndpointState]) -> EndpointState | None:
         """The pick, or another one if calls wait there for longer than is usual: silence makes dear at once."""
@@ -227,13 +229,12 @@ class Pool:
         moments = [until for state in self.snapshot.routable for until in tuple(state.until.values()) if until < INF]
         return max(0.0, min(moments) - now) if moments else None
 
-    def _acquire_in_panic(self, ask: Ask, now: float, tried: Container[EndpointState], number: int) -> Attempt | None:
+    def _acquire_in_panic(self, ask: Ask, now: float, tried: Container[EndpointState], tries: Tries) -> Attempt | None:
         routable = self.snapshot.routable
         start = int(self.shared.random() * len(routable))
-        order = (*routable[start:], *routable[:start])
         been = tried.states if isinstance(tried, Tried) else tried
-        for state in sorted(order, key=lambda state: (state in been, state in tried)):
-            attempt = state.acquire_in_panic(now, number, ask.tokens)
+        for state in sorted((*routable[start:], *routable[:start]), key=lambda state: (state in been, state in tried)):
+            attempt = state.acquire_in_panic(now, tries, ask.tokens)
             if attempt is not None:
                 self.shared.signals.panic_picks += 1
                 self._placed(ask, attempt)

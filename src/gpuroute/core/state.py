@@ -83,17 +83,17 @@ class EndpointState:
         """True if one more attempt may start now."""
         return len(self.in_flight) < self.limit
 
-    def acquire(self, now: float, number: int = 1, tokens: int = 0) -> Attempt | None:
-        """Start an attempt here, or None if the limit is reached."""
+    def acquire(self, now: float, history: list[Attempt] | None = None, tokens: int = 0) -> Attempt | None:
+        """Start an attempt here, the next one of the call with this history, or None if the limit is reached."""
         if self.limit == INF:
-            return self._admit(now, number, tokens)
+            return self._admit(now, history, tokens)
         with self.lock:
-            return self._admit(now, number, tokens) if len(self.in_flight) < self.limit else None
+            return self._admit(now, history, tokens) if len(self.in_flight) < self.limit else None
 
-    def acquire_in_panic(self, now: float, number: int = 1, tokens: int = 0) -> Attempt | None:
+    def acquire_in_panic(self, now: float, history: list[Attempt] | None = None, tokens: int = 0) -> Attempt | None:
         """Start an attempt although the endpoint looks unhealthy; capacity and pauses still hold."""
         with self.lock:
-            return self._admit(now, number, tokens) if self.admitted_in_panic else None
+            return self._admit(now, history, tokens) if self.admitted_in_panic else None
 
     @property
     def admitted_in_panic(self) -> bool:
@@ -202,8 +202,12 @@ class EndpointState:
             self.pool.signals.breaker_opened += cap == 0
             self._set_cap(BREAKER, cap, self.breaker.reopen_at)
 
-    def _admit(self, now: float, number: int, tokens: int) -> Attempt:
-        attempt = Attempt(self, now, number, tokens)
+    def _admit(self, now: float, history: list[Attempt] | None, tokens: int) -> Attempt:
+        if history is None:
+            attempt = Attempt(self, now, 1, tokens)
+        else:  # its call knows it before it counts: an interrupt in between must not leave load that nobody owns
+            attempt = Attempt(self, now, len(history) + 1, tokens)
+            history.append(attempt)
         self.in_flight.add(attempt)
         self.pool.in_flight.add(attempt)
         return attempt

@@ -253,12 +253,11 @@ class Routes:
     def _pinned(self, route: Route, now: float) -> Attempt:
         call = route.call
         state = call.pool.snapshot.by_id.get(route.pin)
-        attempt = state.acquire(now, 1, call.ask.tokens) if state is not None else None
+        attempt = state.acquire(now, call.history, call.ask.tokens) if state is not None else None
         if state is None or attempt is None:
             raise NoEndpointAvailable(
                 f"pool {call.pool.name!r}: endpoint {route.pin!r} redirected to itself and takes no call now"
             )
-        call.history.append(attempt)
         call.tried.add(state)
         return attempt
 
