@@ -149,6 +149,35 @@ def test_lost_answers_exclude_nobody() -> None:
         assert picked == {"gpu-0", "gpu-1"}
 
 
+@both
+def test_who_does_not_answer_is_asked_again_and_takes_are_said_twice_where_messages_get_lost(
+    how: str, eventually: object
+) -> None:
+    lost: set[tuple[int, int]] = set()
+
+    def first_time(data: bytes) -> bool:
+        """Every message is lost once."""
+        header = open_message(data)[0]
+        mark = header.kind, header.id, header.engine
+        fresh = mark not in lost
+        lost.add(mark)
+        return fresh
+
+    with AgentThread(desks(2), lose=first_time) as agent:
+        router, asker = router_of(agent.endpoints())
+        for number in range(1, 9):
+            call = call_of(router)
+            asking = asked(asker, call, how)
+            assert asking.bids, "the second ask was answered"
+            attempt = call.next_attempt(router.clock())
+            asking.take(attempt)
+            asking.tell(attempt, 0.1)
+            assert asker.counts.again == 2 * number
+        assert asker.loss > 0.15
+        eventually(lambda: sum(desk.tells for desk in agent.desks) >= 3, "takes and tells arrive too")
+        assert sum(desk.takes for desk in agent.desks) <= 8, "but none of them counts twice"
+
+
 def test_a_late_bid_still_teaches() -> None:
     with AgentThread(desks(2)) as agent:
         router, asker = router_of(agent.endpoints())
@@ -169,7 +198,7 @@ def test_a_wrong_port_is_noticed() -> None:
         )
         asking = asker.ask(call_of(router))
         assert asking.bids == {}
-        assert asker.counts.strangers == 2
+        assert asker.counts.strangers >= 2
 
 
 def test_a_forged_bid_is_ignored() -> None:
@@ -181,7 +210,7 @@ def test_a_forged_bid_is_ignored() -> None:
     with forger:
         router, asker = router_of(forger.endpoints(), ask_timeout="50ms")
         assert asker.ask(call_of(router)).bids == {}
-        assert asker.counts.garbled == 2
+        assert asker.counts.garbled >= 2
 
 
 @pytest.mark.parametrize("state", [EngineState.WARMING, EngineState.DRAINING, EngineState.HUNG, EngineState.GONE])

@@ -49,8 +49,9 @@ def prompt(_: str, request: bytes) -> Prompt:
     return Prompt(request, 5_000)
 
 
-def told(agent: AgentThread) -> tuple[int, int, int]:
-    return tuple(sum(getattr(desk, name) for desk in agent.desks) for name in ("asks", "takes", "tells"))
+def told(agent: AgentThread) -> tuple[int, int]:
+    """Takes and tells; asks may have been sent again on a busy machine."""
+    return tuple(sum(getattr(desk, name) for desk in agent.desks) for name in ("takes", "tells"))
 
 
 def test_sync_calls_ask(server_url: str, eventually: Callable[..., None]) -> None:
@@ -60,8 +61,9 @@ def test_sync_calls_ask(server_url: str, eventually: Callable[..., None]) -> Non
             assert channel.unary_unary("/x/one")(b"hello", timeout=10) == b"hello"
             assert channel.unary_unary("/x/one").future(b"hello", timeout=10).result() == b"hello"
             assert list(channel.unary_stream("/x/many")(b"hello", timeout=10)) == [b"hello"] * 3
-        eventually(lambda: told(agent) == (6, 3, 3), "three calls have asked two agents, taken and told")
-        assert asker_of(router).counts.answers == 6
+        eventually(lambda: told(agent) == (3, 3), "three calls have asked two agents, taken and told")
+        assert asker_of(router).counts.asks == 6
+        assert all(desk.asks >= 3 for desk in agent.desks)
         assert sum(desk.book.rate.count > 0 for desk in agent.desks) == 1, "only the stream has a first token"
 
 
@@ -73,7 +75,7 @@ def test_async_calls_ask(server_url: str, eventually: Callable[..., None]) -> No
 
     with AgentThread(desks(2)) as agent:
         asyncio.run(main(router_for(agent, server_url)))
-        eventually(lambda: told(agent) == (4, 2, 2), "both calls have asked, taken and told")
+        eventually(lambda: told(agent) == (2, 2), "both calls have asked, taken and told")
 
 
 def test_the_busy_one_is_avoided_and_silence_does_not_hurt(server_url: str) -> None:
