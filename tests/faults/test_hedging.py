@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -134,3 +137,38 @@ def test_reroutes_stop_while_the_pool_is_saturated(
         one.close(now)
     assert 0 < rerouted < 15
     assert signals(client)["hedges_denied"] > 40
+
+
+def test_l1_cancelled_in_the_middle_of_a_race_nothing_is_left(
+    gpus: Callable[..., list[GpuServer]], call: Callable[..., Caller], eventually: Callable[..., None]
+) -> None:
+    servers = gpus(3, time_scale=0.02)
+    client = call("httpx2", vllm(servers), hedge=True, retry_floor="10000/s")
+    experienced(client, ttft=0.001, floor=30.0)
+    pool = client.router.pool("llama")
+    pool.rules = replace(pool.rules, hedge=replace(pool.rules.hedge, hedge_share=1.0))
+    pool.hedges.floor = 10_000.0
+    servers[0].hang()
+    chance = random.Random(1)
+
+    async def scenario() -> int:
+        async def one() -> None:
+            response = await client.client.post(TEXT, json=ask(3))
+            assert response.status_code == 200
+
+        cancelled = 0
+        for _ in range(10):
+            tasks = [asyncio.create_task(one()) for _ in range(15)]
+            for task in tasks:
+                asyncio.get_running_loop().call_later(chance.random() * 0.06, task.cancel)
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+            cancelled += sum(isinstance(result, asyncio.CancelledError) for result in results)
+            assert not [r for r in results if isinstance(r, Exception)]
+        return cancelled
+
+    assert client.run(scenario()) > 30
+    assert signals(client)["hedges"] > 10
+    assert sum(len(state.in_flight) for state in pool.snapshot.states) == 0
+    links = [link for pools, _ in client.transport()._by_loop.values() for link in pools._links.values()]
+    assert [link.gate.holders for link in links] == [set()] * len(links)
+    eventually(lambda: sum(server.state()["live"] for server in servers) == 0, "every engine saw them go", 5)

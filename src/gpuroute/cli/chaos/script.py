@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -27,6 +29,15 @@ FAULTS = (
 OF_ETCD = frozenset({"leader", "quorum", "compact"})
 SILENT = frozenset({"freeze", "hang"})
 SECONDS = {"kill": 4.0, "freeze": 6.0, "slow": 6.0, "error": 4.0, "busy": 4.0, "reset": 4.0, "cut": 4.0, "hang": 6.0}
+
+
+def footprint() -> tuple[float, int]:
+    """This process's memory in MiB and its open files; zeros where /proc does not tell."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE") / 2**20, len(list(Path("/proc/self/fd").iterdir()))
+    except OSError:
+        return 0.0, 0
 
 
 @dataclass
@@ -54,6 +65,7 @@ class Script:
     happened: list[Happened] = field(default_factory=list)
     outage: tuple[float, float] | None = None
     calm_until: float = 0.0
+    footprint: list[tuple[float, int]] = field(default_factory=list)
     thaws: list[tuple[str, float]] = field(default_factory=list)
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
     _started: float = 0.0
@@ -70,6 +82,7 @@ class Script:
         kinds = [kind for kind in kinds if kind != "outage"]
         await asyncio.sleep(CALM_S * pace)
         self.calm_until = time.monotonic()
+        self.footprint = [footprint()]
         ends = self.calm_until + self.seconds - (OUTAGE_S * with_outage + AFTER_S * pace * (1 + with_outage))
         while kinds and time.monotonic() < ends:
             for kind in self.random.sample(kinds, len(kinds)):
@@ -82,6 +95,7 @@ class Script:
         if with_outage:
             await self._everybody_gone()
             await asyncio.sleep(AFTER_S * pace)
+        self.footprint.append(footprint())
 
     def _begin(self, kind: str) -> None:
         fleet = self.fleet

@@ -78,6 +78,7 @@ class Verdict:
         kinds = Counter(one.kind for one in self._script.happened)
         outs = ", ".join(f"{one:.2f}" for one in sorted(silent)) or "never"
         shares = [f"{one.share:.1%}" for one in self._script.happened if one.share is not None]
+        footprints = ", ".join(f"{memory:.0f} MiB {files}" for memory, files in self._script.footprint)
         sdk = "" if self._crowd.has_openai else "; openai is not installed, so all callers used httpx2"
         lines += [
             f"faults: {', '.join(f'{count} {kind}' for kind, count in sorted(kinds.items()))}",
@@ -86,6 +87,7 @@ class Verdict:
             f"in the outage of everybody: {len(outage)} calls failed, the slowest after {worst:.2f} s",
             f"signals: {', '.join(f'{name} {value}' for name, value in self._signals.items() if value)}",
             f"the callers' own process stood still for up to {self._crowd.lag_s * 1e3:.0f} ms{sdk}",
+            f"memory and open files of this process, at the first fault and at the end: {footprints}",
             f"calls that ended late, if that is not allowed for: {sum(self._is_late(one, 0.0) for one in seen)}",
         ]
         for text, count in Counter(one.error for one in self._noticed).most_common(10):
@@ -110,10 +112,15 @@ class Verdict:
             thaws = [at for ident, at in self._script.thaws if ident == server.endpoint.id]
             for state in server.wire:
                 for ident, rows in state["wire"].items():
-                    late = [row[0] for row in rows if row[0] > firsts.get(ident, float("inf"))]
+                    first = firsts.get(ident, float("inf"))
+                    late = [row[0] for row in rows if row[0] > first and not self._lost_race(row)]
                     # A frozen server reads what was sent before, and given up since, when it thaws.
                     arrivals[ident] += sum(not any(at <= moment <= at + THAW_S for at in thaws) for moment in late)
         return max(0, sum(arrivals.values()) - self._signals["continuations"])
+
+    def _lost_race(self, row: list[Any]) -> bool:
+        """The loser of a hedge may have left before the winner's first byte, and be read after it."""
+        return bool(self._signals["hedges"] + self._signals["reroutes"]) and row[2] == "cancelled"
 
     def _recovery(self) -> float | None:
         """Seconds from everybody's return until the last call began that failed; None if there was no outage."""
