@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .reports import Reports
 
 SAMPLE_S: Final = 0.5
+LOSSY: Final = 0.15  # share of asks that go unanswered, as in transports.asking
 
 
 class Agents:
@@ -46,6 +47,11 @@ class Agents:
         """One message more or less."""
         return self._reports.loss > 0 and self._random.random() < self._reports.loss
 
+    def lost_note(self) -> bool:
+        """Whether a take or tell gets lost: clients say it twice where they notice that asks get lost."""
+        lost = self.lost()
+        return lost and (1 - (1 - self._reports.loss) ** 2 <= LOSSY or self.lost())
+
     def bid(self, index: int, id_: int, tokens: int, ladder: Sequence[int]) -> Report | None:
         """What comes back for an ask that reaches server `index` now; None: nothing."""
         server, now = self._sim.servers[index], self._sim.now
@@ -67,13 +73,13 @@ class Agents:
     def take(self, message: tuple[int, int, int, int]) -> None:
         """A client says that it comes: (server, id, uncached tokens, prompt tokens)."""
         index, id_, uncached, tokens = message
-        if self.books and index not in self._silent and not self.lost():
+        if self.books and index not in self._silent and not self.lost_note():
             self.books[index].take(id_, uncached, tokens, self._sim.now)
 
     def tell(self, message: tuple[int, int, float]) -> None:
         """A client says when its first token came: (server, id, seconds)."""
         index, id_, ttft = message
-        if self.books and index not in self._silent and not self.lost():
+        if self.books and index not in self._silent and not self.lost_note():
             self.books[index].tell(id_, ttft, None, self._sim.now)
 
     def _aged(self, index: int, fresh: Report) -> Report:

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 TRACE_BLOCK: Final = 512
 POOL: Final = "pool"
+ASKED_AT_MOST: Final = 3  # an ask without an answer is sent again twice within the patience, as in transports.asking
 
 
 def ladder_of(request: Request) -> tuple[int, ...]:
@@ -129,9 +130,12 @@ class CoreClient:
         ask = flight.call.ask  # type: ignore[attr-defined]
         bids: dict[str, Report] = {}
         for state in asked:
-            bid = None if agents.lost() else agents.bid(index_of(state), flight.number, ask.tokens, ask.ladder)
-            if bid is not None and not agents.lost():
-                bids[state.id] = bid
+            for _ in range(ASKED_AT_MOST):
+                bid = None if agents.lost() else agents.bid(index_of(state), flight.number, ask.tokens, ask.ladder)
+                if bid is not None and not agents.lost():
+                    bids[state.id] = bid
+                if state.id in bids or not reports.loss:
+                    break
         late = len(bids) < len(asked)
         wait = max(reports.delay, reports.patience - reports.delay) if late else reports.delay
         sim.at(sim.now + wait, self._bidden, (flight, bids))
