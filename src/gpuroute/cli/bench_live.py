@@ -3,7 +3,8 @@
 A slice of a recorded trace is replayed open loop. Its prefix blocks become real text, so that what is cached is what the
 engines really share; lengths are the trace's. Policies take turns on the same fleet with the same slice; the text of each
 turn is its own, so nobody profits from the cache of another. `time_scale` wall seconds are one GPU second, in arrivals
-and engines alike; times are reported in GPU seconds. On few cores a larger scale keeps the machine's own noise small.
+and engines alike; times are reported in GPU seconds. On few cores a larger scale keeps the machine's own noise small;
+`machine_load` (runnable tasks for each core) tells how small: above 1 the engines themselves run late, and it lies.
 
 Trouble can be asked for: `auto+asks+loss` (30 % of all messages vanish), `+liars` (10 % of the agents, one at least, say
 that they are idle and have everything cached), `+frozen` (the same number of agents is stopped).
@@ -153,6 +154,7 @@ def measure(scene: Scene, names: Sequence[str], rounds: int) -> list[dict[str, A
 
     found: dict[str, list[Call]] = {name: [] for name in names}
     asked: dict[str, Counter[str]] = {name: Counter() for name in names}
+    loads: dict[str, list[float]] = {name: [] for name in names}
     with ExitStack() as stack:
         clients = _start_clients(scene, stack)
         fleet = _start_fleet(scene, stack)
@@ -166,7 +168,9 @@ def measure(scene: Scene, names: Sequence[str], rounds: int) -> list[dict[str, A
                     calls, counts = pipe.recv()
                     found[name] += calls
                     asked[name].update(counts)
-    return [_row(name, calls, asked[name], scene) for name, calls in found.items()]
+            loads[name].append(os.getloadavg()[0] / (os.cpu_count() or 1))
+    rows = [_row(name, calls, asked[name], scene) for name, calls in found.items()]
+    return [{**row, "machine_load": round(sum(loads[name]) / rounds, 2)} for row, name in zip(rows, names, strict=True)]
 
 
 def _row(name: str, calls: list[Call], counts: Counter[str], scene: Scene) -> dict[str, Any]:
