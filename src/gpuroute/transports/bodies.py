@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from copy import copy
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 
 NAME = "gpuroute"
 PREFIX = b"x-gpuroute-"
+ATTEMPT = b"x-gpuroute-attempt"
+"""Tells an endpoint that this is not the call's first attempt, and which one it is."""
+
 ACCEPTED = (
     "timeout (seconds), key (text), attempts (a whole number of at least 1), hedge, reroute, continuation (true, false)"
 )
@@ -129,6 +133,8 @@ def split_headers(raw: list[Header]) -> tuple[list[Header], dict[str, str]]:
     asked: dict[str, str] = {}
     for header in raw:
         name = header[0].lower()
+        if name == ATTEMPT:
+            continue  # of a call that a gateway passes on: it counts that one's attempts, not ours
         if name.startswith(PREFIX):
             asked[name[len(PREFIX) :].decode("ascii", "replace")] = header[1].decode("utf-8", "replace")
         elif name != b"host":
@@ -138,10 +144,12 @@ def split_headers(raw: list[Header]) -> tuple[list[Header], dict[str, str]]:
 
 def read_options(own: Any, asked: dict[str, str]) -> Options:
     """The options of one call: `extensions["gpuroute"]`, then headers. Raises ConfigError on bad ones."""
+    if own is not None and not isinstance(own, Mapping):
+        raise ConfigError(f"extensions[{NAME!r}] is a {type(own).__name__}; expected a mapping of {ACCEPTED}")
     merged: dict[str, Any] = {**asked, **(own or {})}
     unknown = merged.keys() - set(Options._fields)
     if unknown:
-        raise ConfigError(f"unknown option {min(unknown)!r} of a call; accepted: {ACCEPTED}")
+        raise ConfigError(f"unknown option {min(map(repr, unknown))} of a call; accepted: {ACCEPTED}")
     key = merged.get("key")
     if key is not None and not isinstance(key, str):
         raise ConfigError(f"key={key!r} of a call: expected text")
@@ -206,8 +214,8 @@ def model_of(body: Body) -> str:
     if body.content is None:
         fields = getattr(body.source, "fields", None)
         named = (field.value for field in fields if field.name == "model" and hasattr(field, "value")) if fields else ()
-        model = next(iter(named), "")
-        return model if isinstance(model, str) else ""
+        value = next(iter(named), "")
+        return value if isinstance(value, str) else ""
     try:
         document = json.loads(body.content)
     except (ValueError, RecursionError):

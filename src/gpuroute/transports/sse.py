@@ -113,7 +113,7 @@ def _data_of(block: bytes) -> bytes:
 def _parsed(data: bytes) -> dict[str, Any]:
     try:
         event = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return event if isinstance(event, dict) else {}
 

@@ -14,7 +14,7 @@ from urllib.parse import quote
 from gpuroute.core.outcome import Outcome
 from gpuroute.core.retry_after import parse_retry_after, parse_retry_after_ms
 from gpuroute.engines.answers import judge
-from gpuroute.transports.bodies import NAME, Sending
+from gpuroute.transports.bodies import ATTEMPT, NAME, Sending
 from gpuroute.transports.library import noted
 from gpuroute.transports.sse import StreamFailed, Watch
 
@@ -31,18 +31,19 @@ if TYPE_CHECKING:
 STAY = "gpuroute-endpoint="
 LEAVE = "gpuroute-leave"
 SHOULD_RETRY = b"x-should-retry"
-ATTEMPT = "x-gpuroute-attempt"
-"""Tells an endpoint that this is not the call's first attempt, and which one it is."""
 
 
 class Head:
     """What of a response's head decides what happens next, read in one pass."""
 
-    __slots__ = ("content_type", "headers", "length", "location", "retry_after", "retry_after_ms", "status")
+    __slots__ = (
+        "chunked", "coded", "content_type", "headers", "length", "location", "retry_after", "retry_after_ms", "status",
+    )  # fmt: skip
 
     def __init__(self, status: int, headers: list[Header], *, cookies: bool) -> None:
         self.status = status
         self.length = -1
+        self.chunked = self.coded = False
         self.content_type = b""
         self.location: bytes | None = None
         self.retry_after: str | None = None
@@ -55,12 +56,20 @@ class Head:
             if name != b"set-cookie" or cookies:
                 kept.append(header)
         self.headers = kept
+        if self.coded:
+            self.content_type = b""  # compressed events cannot be read here: they pass like any other bytes
+        if self.chunked:
+            self.length = -1  # the chunks say where it ends, whatever Content-Length says
 
     def _read(self, name: bytes, value: bytes) -> None:
         if name == b"content-length":
             self.length = int(value)  # h11 has checked it
         elif name == b"content-type":
             self.content_type = value
+        elif name == b"content-encoding":
+            self.coded = value.lower() != b"identity"
+        elif name == b"transfer-encoding":
+            self.chunked = True
         elif name == b"location":
             self.location = value
         elif name == b"retry-after":
@@ -74,7 +83,12 @@ class Head:
         return parse_retry_after(self.retry_after, time.time()) if found is None else found
 
 
-_READ = frozenset((b"content-length", b"content-type", b"location", b"retry-after", b"retry-after-ms"))
+_READ = frozenset(
+    (
+        b"content-encoding", b"content-length", b"content-type", b"location", b"retry-after", b"retry-after-ms",
+        b"transfer-encoding",
+    )
+)  # fmt: skip
 
 
 class Settled:
@@ -121,7 +135,7 @@ class Trip:
         self.resent = False
         self.silent = False
         attempt.whole = self.out.whole
-        self._extra: dict[str, str] = {} if attempt.number == 1 else {ATTEMPT: str(attempt.number)}
+        self._extra: dict[str, str] = {} if attempt.number == 1 else {ATTEMPT.decode(): str(attempt.number)}
         self._token = route.observer.attempt_started(route.call, attempt, self._extra)
 
     # ------------------------------------------------------------------------------------------ sending
@@ -352,7 +366,8 @@ class Trip:
             return library.deadline_exceeded(self._late())
         if not (isinstance(error, StreamFailed) or library.is_core(error)):
             return error
-        assert watch is not None
+        if watch is None:  # the body of an error status
+            return self.error(error)
         endpoint = self.link.endpoint.id
         why = str(error) or type(error).__name__
         kind = library.stream_stalled if late else library.stream_interrupted

@@ -36,6 +36,12 @@ BUFFER = 256 * 1024
 COPIED = 64 * 1024
 """Bytes of a body up to which they are copied to leave in one packet with the head."""
 
+LONGEST = 1e6
+"""Seconds that a socket can be told to wait: the operating system cannot count as far as a caller can write."""
+
+UNREACHABLE = (OSError, UnicodeError, OverflowError)
+"""What connecting raises; the latter two for a host or a port that cannot be one."""
+
 SocketOption = tuple[int, int, Any]
 
 
@@ -94,6 +100,9 @@ class Wire:
         """Connect, with TLS if the address has a context. Raises the core's ConnectError, ConnectTimeout."""
         started = time.monotonic()
         source = (address.local, 0) if address.local else None
+        if timeout is not None and timeout <= 0:  # which would mean "do not block"
+            raise core.ConnectTimeout("no time is left to connect")
+        timeout = _bounded(timeout)
         try:
             sock = socket.create_connection((address.host, address.port), timeout, source)
             try:
@@ -108,7 +117,7 @@ class Wire:
                 raise
         except TimeoutError as error:
             raise core.ConnectTimeout(str(error)) from error
-        except OSError as error:
+        except UNREACHABLE as error:
             raise core.ConnectError(str(error)) from error
         return cls(core, sock)
 
@@ -180,7 +189,7 @@ class Wire:
             if timeout <= 0:
                 raise TimeoutError("the call's deadline passed")
         if timeout != self._timeout:  # a system call each time otherwise
-            self._sock.settimeout(timeout)
+            self._sock.settimeout(_bounded(timeout))
             self._timeout = timeout
 
     @property
@@ -249,10 +258,14 @@ class AsyncWire(asyncio.Protocol):
                 )
         except TimeoutError as error:
             raise core.ConnectTimeout(str(error) or f"no connection within {timeout} s") from error
-        except OSError as error:
+        except UNREACHABLE as error:
             raise core.ConnectError(str(error)) from error
-        for option in address.options:
-            wire._transport.get_extra_info("socket").setsockopt(*option)
+        try:
+            for option in address.options:
+                wire._transport.get_extra_info("socket").setsockopt(*option)
+        except OSError as error:
+            wire.close()
+            raise core.ConnectError(str(error)) from error
         return wire
 
     def begin(self, until: float | None, quiet: float = INF, patience: Callable[[], float] | None = None) -> None:
@@ -476,6 +489,10 @@ def _more_patience(patience: Callable[[], float] | None) -> float:
     if more <= 0:
         raise TimeoutError("silent for longer than is normal here")
     return max(more, 0.01)
+
+
+def _bounded(timeout: float | None) -> float | None:
+    return timeout if timeout is None or timeout < LONGEST else LONGEST
 
 
 def _expire(waiter: asyncio.Future[None], late: type[Exception], timeout: float) -> None:
