@@ -18,7 +18,7 @@ import gpuroute.grpc.aio
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-WARM_UP = 60
+WARM_UP = 24
 
 
 @pytest.fixture

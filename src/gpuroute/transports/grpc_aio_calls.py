@@ -159,6 +159,9 @@ class _Answered(Flight, _Routed):
                 if not self.replaced(inner):
                     self.give_up()
                     raise
+            except Exception:
+                self.broke(inner)
+                raise
 
 
 class _Streamed(_Routed):
@@ -198,6 +201,9 @@ class _Streamed(_Routed):
             except asyncio.CancelledError:
                 if not flight.replaced(inner):
                     raise
+            except Exception:
+                flight.broke(inner)
+                raise
             else:
                 return
 

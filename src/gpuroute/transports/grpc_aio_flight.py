@@ -298,6 +298,13 @@ class Flight:
         else:
             self.rpc.chunk()
 
+    def broke(self, inner: Any) -> None:
+        """Something that is no RPC error came out of the present attempt: an interceptor's, a deserializer's."""
+        if inner is self.inner and not self.over:
+            if self.rpc is not None:
+                self.rpc.cancelled()
+            self._land()
+
     def drop(self) -> None:
         """The caller dropped its call. Any thread, any moment: what it entails runs later, in the loop."""
         if self.loop.is_closed():
