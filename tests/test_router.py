@@ -65,6 +65,8 @@ def test_exactly_one_source() -> None:
         Router()
     with pytest.raises(ConfigError, match="settings= or policy, not both"):
         Router(endpoints=["http://a"], settings=Settings(), policy="p2c")
+    with pytest.raises(ConfigError, match=r"registry= is of type dict.*endpoints="):
+        Router({"llama": ["http://a"]})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,9 @@ class Router:
             raise ConfigError("Router: give registry= or endpoints=, not both")
         if isinstance(registry, str):
             overrides["registry"] = registry
+        elif registry is not None and not hasattr(registry, "subscribe"):
+            accepted = "text or an object with `subscribe`; URLs by pool are `endpoints=`"
+            raise ConfigError(f"Router: registry= is of type {type(registry).__name__}; accepted: {accepted}")
         if settings is not None and overrides:
             raise ConfigError(f"Router: give settings= or {', '.join(sorted(overrides))}, not both")
         self.settings = settings or Settings.from_env(**overrides)

@@ -37,8 +37,11 @@ def test_static_registry_in_code() -> None:
     assert fleet.pools["llama"].endpoints[1] is endpoint
     assert fleet.pools["none"].endpoints == ()
     assert ids(first_fleet(static_registry(["http://a", endpoint]), 1), "default") == ["a", "x"]
-    for wrong in ("http://a", {"llama": "http://a"}):
+    for wrong in ("http://a", {"llama": "http://a"}, 5, {"llama": 5}, {"llama": {"endpoints": ["http://a"]}}):
         with pytest.raises(ConfigError, match="a list of URLs"):
+            static_registry(wrong)
+    for wrong in ([5], {"llama": [{"url": "http://a"}]}):
+        with pytest.raises(ConfigError, match=r"item 1: is of type .*a URL or an Endpoint"):
             static_registry(wrong)
 
 
@@ -57,6 +60,7 @@ def test_static_registry_in_code() -> None:
         ("llama=http://a,http://a", "repeats id"),
         ("Llama=http://a", "bad pool name"),
         ("llama=http://u:canary@a", "credentials"),
+        ("llama=localhost:8000", "llama, item 1: url has another scheme"),
         ("file://host/fleet.json", "file:///absolute"),
         ("file:fleet.json", "file:///absolute"),
         ("file:///fleet.json?x=1", "file:///absolute"),

@@ -248,6 +248,15 @@ def test_ids() -> None:
     assert not any(map(valid_id, ["", "a/b", "a b", "a\\xff", "a\n", "a" * 254]))
     assert default_id("http://a:8000/") == "a:8000"
     assert default_id("grpc://a:1/x/y") == "a:1_x_y"
+    assert default_id("http://[::1]:80/t@x") == "[::1]:80_t@x"
+    assert default_id("a:1") == "a:1"
+
+
+@pytest.mark.parametrize(
+    "url", ["http://u:canary@a:1/x", "u:canary@a:1/x", "http://u:can/ary@a:1/x", "http://a:1/x?y=canary"]
+)
+def test_an_id_made_of_a_url_shows_no_secret_of_it(url: str) -> None:
+    assert default_id(url) == "a:1_x"
 
 
 def test_pool_config() -> None:

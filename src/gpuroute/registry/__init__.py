@@ -116,7 +116,7 @@ def _path(location: str) -> str:
 def _check_static(text: str) -> None:
     """Refuse what is neither a list of URLs nor a location known here, in words that help."""
     scheme = text.partition("://")[0]
-    if "://" not in text:
+    if "://" not in text and "=" not in text:
         raise ConfigError(f"registry {text!r}: expected {ACCEPTS}")
     if scheme.isalnum() and scheme.lower() not in _ENDPOINT_SCHEMES:
         raise ConfigError(f"registry: unknown scheme {scheme!r}; expected {ACCEPTS}")

@@ -31,6 +31,7 @@ ID_ACCEPTS = "1 to 253 of A-Z a-z 0-9 . _ : @ + ~ [ ] -"
 
 _POOL = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 _ID = re.compile(r"[A-Za-z0-9._:@+~\[\]-]{1,253}")
+_HOST_AND_PORT = re.compile(r"(?:[^:@\[\]]*|\[[^@\[\]]*\])(?::[0-9]*)?")
 _HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _FRAMING = frozenset({"connection", "content-length", "host", "te", "transfer-encoding", "upgrade"})
 
@@ -305,8 +306,14 @@ def valid_id(ident: str) -> bool:
 
 
 def default_id(url: str) -> str:
-    """The id of an endpoint that was given by its URL alone: `host:port`, and the path if there is one."""
-    return url.partition("://")[2].rstrip("/").replace("/", "_")
+    """The id of an endpoint that was given by its URL alone: `host:port`, and the path if there is one.
+
+    Userinfo, query and fragment are left out: such a URL is refused, but in a message that shows the id.
+    """
+    plain = re.split("[?#]", url.partition("://")[2] or url, maxsplit=1)[0]
+    if not _HOST_AND_PORT.fullmatch(plain.partition("/")[0]):  # perhaps a password, and perhaps one with a slash
+        plain = plain.rpartition("@")[2]
+    return plain.rstrip("/").replace("/", "_")
 
 
 def decode(data: bytes, key: str) -> object:

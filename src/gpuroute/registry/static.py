@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from gpuroute.core.endpoint import Endpoint
@@ -12,7 +12,7 @@ from gpuroute.errors import ConfigError, InvalidRecord
 from gpuroute.registry.schema import check_pool, default_id, parse_endpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
 DEFAULT_POOL = "default"
 ACCEPTS = "POOL=URL,URL;POOL2=URL, or URL,URL for the pool `default`"
@@ -68,13 +68,25 @@ class StaticSubscription:
 
 def _spec(name: str, endpoints: Iterable[Endpoint | str]) -> PoolSpec:
     check_pool(name, "registry")
-    if isinstance(endpoints, str):
-        raise InvalidRecord(f"registry: {name}: is one text; accepted: a list of URLs or endpoints")
+    if isinstance(endpoints, (str, Mapping)) or not isinstance(endpoints, Iterable):
+        raise InvalidRecord(f"registry: {name}: is {_kind(endpoints)}; accepted: a list of URLs or Endpoint objects")
     found: dict[str, Endpoint] = {}
     for number, item in enumerate(endpoints, 1):
         key = f"registry: {name}, item {number}"
-        endpoint = item if isinstance(item, Endpoint) else parse_endpoint({"url": item}, id=default_id(item), key=key)
+        endpoint = _endpoint(item, key)
         if endpoint.id in found:
             raise InvalidRecord(f"{key}: repeats id {endpoint.id}")
         found[endpoint.id] = endpoint
     return PoolSpec(name, tuple(found.values()))
+
+
+def _endpoint(item: object, key: str) -> Endpoint:
+    if isinstance(item, Endpoint):
+        return item
+    if not isinstance(item, str):
+        raise InvalidRecord(f"{key}: is {_kind(item)}; accepted: a URL or an Endpoint object")
+    return parse_endpoint({"url": item}, id=default_id(item), key=key)
+
+
+def _kind(value: object) -> str:
+    return "one text" if isinstance(value, str) else f"of type {type(value).__name__}"
