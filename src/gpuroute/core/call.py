@@ -174,8 +174,8 @@ class Call:
         pool = self.pool
         rules = pool.rules.watchdog
         usual = rules.first_byte(attempt, len(pool.snapshot.routable))
-        if attempt.whole and usual != INF and self.deadline != INF:
-            usual = min(usual, rules.whole_in(attempt, self.deadline - attempt.started))
+        if usual != INF and self.deadline != INF:
+            usual = min(usual, rules.within(attempt, self.deadline - attempt.started))
         return usual if usual == INF or can_move(self, attempt.started + usual) else LAST_PATIENCE * usual
 
     def gap_patience(self, attempt: Attempt) -> float:

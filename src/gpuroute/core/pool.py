@@ -153,7 +153,7 @@ class Pool:
     def _unsuspected(self, ask: Ask, now: float, tried: Container[EndpointState]) -> EndpointState | None:
         """The pick, or another one if calls wait there for longer than is usual: silence makes dear at once."""
         state = self.pick(ask, tried)
-        if state is None or not self.rules.watchdog.suspects(state, now):
+        if state is None or state.silent_since is None or not self.rules.watchdog.suspects(state, now):
             return state
         avoided = Tried()
         if isinstance(tried, Tried):

@@ -56,9 +56,13 @@ class WatchdogRules:
         usual = _high(state, "ttft", self.first_spreads) * prompt_units(attempt.tokens)
         return max(self.first_floor_s, usual)
 
-    def whole_in(self, attempt: Attempt, seconds: float) -> float:
-        """Patience with an answer in one piece for which only `seconds` are left: half of them, if it usually takes less."""
-        return max(self.first_floor_s, seconds / 2, _high(attempt.state, "whole", self.first_spreads))
+    def within(self, attempt: Attempt, seconds: float) -> float:
+        """Patience with an attempt for which only `seconds` are left: half of them, if it usually takes less."""
+        if attempt.whole:
+            usual = _high(attempt.state, "whole", self.first_spreads)
+        else:
+            usual = _high(attempt.state, "ttft", 0.75 * self.first_spreads) * prompt_units(attempt.tokens)
+        return max(self.first_floor_s, seconds / 2, usual)
 
     def suspects(self, state: EndpointState, now: float) -> bool:
         """True if calls have waited there for longer than is usual, though not yet long enough to give them up.

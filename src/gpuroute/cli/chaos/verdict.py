@@ -90,7 +90,8 @@ class Verdict:
             f"memory and open files of this process, at the first fault and at the end: {footprints}",
             f"calls that ended late, if that is not allowed for: {sum(self._is_late(one, 0.0) for one in seen)}",
         ]
-        for text, count in Counter(one.error for one in self._noticed).most_common(10):
+        told = [*self._noticed, *(one for one in seen if one.interrupted and self._continuation)]
+        for text, count in Counter(one.error for one in told).most_common(10):
             lines.append(f"failed {count}x: {text}")
         missed = self.missed()
         return [*lines, *(f"MISSED: {text}" for text in missed), "" if missed else "all bars met"]
