@@ -33,7 +33,7 @@ class AgentProcess:
         self.lines: dict[str, str] = json.loads(line)
 
     def page(self, path: str) -> str:
-        with urllib.request.urlopen(self.lines["status"] + path, timeout=5) as answer:
+        with urllib.request.urlopen(self.lines["status"] + path, timeout=20) as answer:
             return str(answer.read().decode())
 
     def load(self, index: int = 0) -> dict[str, Any]:

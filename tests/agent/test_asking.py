@@ -172,7 +172,7 @@ def test_who_does_not_answer_is_asked_again_and_takes_are_said_twice_where_messa
             attempt = call.next_attempt(router.clock())
             asking.take(attempt)
             asking.tell(attempt, 0.1)
-            assert asker.counts.again == 2 * number
+            assert asker.counts.again >= 2 * number
         assert asker.loss > 0.15
         eventually(lambda: sum(desk.tells for desk in agent.desks) >= 3, "takes and tells arrive too")
         assert sum(desk.takes for desk in agent.desks) <= 8, "but none of them counts twice"
