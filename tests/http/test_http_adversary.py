@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import importlib
+import os
 import socket
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from http_caller import Caller, attempts, endpoint
+from http_caller import Caller, attempts, endpoint, router_for
 from http_stub import DONE, Exchange, Stage, sse, token
 
 import gpuroute
 from gpuroute import Endpoint
+from gpuroute.core.endpoint import Tls
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -122,3 +126,69 @@ def test_a_gateway_may_pass_on_the_headers_that_it_got(stubs: Stage, caller: Mak
     (a,) = stubs("a")
     assert caller([a]).post(headers={"x-gpuroute-attempt": "2"}).status_code == 200
     assert a.came[0].header("x-gpuroute-attempt") is None
+
+
+# ------------------------------------------------------------------------------------------- processes and loops
+
+
+def test_an_endpoint_whose_tls_files_are_missing_here_is_left_for_another(stubs: Stage, caller: Make) -> None:
+    (b,) = stubs("b")
+    broken = Endpoint("a", "https://127.0.0.1:1", tls=Tls(ca="/nowhere/ca.pem"))
+    with_it = caller([broken, endpoint(b)])
+    for _ in range(4):
+        assert attempts(with_it.post())[-1] == "b success"
+    alone = caller([broken])
+    with pytest.raises(gpuroute.ConfigError, match="TLS files of an endpoint"):
+        alone.post()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_child_that_is_forked_while_a_tls_context_is_built_builds_its_own(stubs: Stage, kind: str) -> None:
+    (a,) = stubs("a")
+    with_it = Caller(kind, router_for([a]))
+    trust = with_it.transport()._trust
+    with trust._lock:  # as if another thread held it at this moment
+        child = os.fork()
+        if not child:
+            done = threading.Thread(target=trust.shared, daemon=True)
+            done.start()
+            done.join(10)
+            os._exit(done.is_alive())
+    assert os.waitpid(child, 0)[1] == 0
+    with_it.close()
+
+
+@pytest.mark.parametrize("name", ["httpx2", "httpx"])
+def test_closing_a_wrapped_client_closes_what_it_had_before(stubs: Stage, name: str, eventually: Any) -> None:
+    (a,) = stubs("a")
+    library = importlib.import_module(name)
+
+    async def scenario() -> None:
+        client = library.AsyncClient()
+        assert (await client.get(a.url)).status_code == 200
+        gpuroute.wrap(client, router_for([a]))
+        await client.aclose()
+        eventually(lambda: a.open == 0, "no connection is open")
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("name", ["httpx2", "httpx"])
+def test_a_loop_may_begin_in_another_thread_while_this_one_looks_for_those_that_ended(stubs: Stage, name: str) -> None:
+    (a,) = stubs("a")
+    transport = importlib.import_module(f"gpuroute.{name}").AsyncTransport(router_for([a]))
+
+    class Ended:
+        """A loop that has ended; while it is asked, another thread adds one of its own and forgets this one."""
+
+        def is_closed(self) -> bool:
+            transport._by_loop[Ended()] = transport._by_loop.pop(self)
+            return True
+
+    async def use() -> None:
+        transport._pools()
+
+    transport._by_loop = {Ended(): (transport._make_pools(None), None)}
+    asyncio.run(use())
+    assert len(transport._by_loop) == 2
+    transport._by_loop = {}

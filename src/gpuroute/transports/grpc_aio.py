@@ -74,7 +74,7 @@ class RoutedAioChannel(grpc.aio.Channel):
         """The endpoint channels of this loop."""
         found = self._peers_by_loop.get(loop)
         if found is None:
-            for other in [other for other in self._peers_by_loop if other.is_closed()]:
+            for other in [other for other in tuple(self._peers_by_loop) if other.is_closed()]:
                 self._peers_by_loop.pop(other, None)
             found = self._peers_by_loop[loop] = Peers(self._dial, _leave, self._idle)
         return found
@@ -158,7 +158,7 @@ class RoutedAioChannel(grpc.aio.Channel):
         await asyncio.gather(*(peer.channel.close(grace) for peer in peers))
 
     def _forked(self) -> None:
-        for peers in self._peers_by_loop.values():
+        for peers in tuple(self._peers_by_loop.values()):
             peers.abandon()
         self._peers_by_loop = {}
 

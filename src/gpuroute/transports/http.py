@@ -89,6 +89,7 @@ class Primitives(Routes):
         self._all.close()
 
     def _after_fork(self) -> None:
+        super()._after_fork()
         self._all.forget()
         self._all = self._make_pools(None)
 
@@ -106,8 +107,9 @@ class AsyncPrimitives(Routes):
         return found[0] if found is not None else self._new_loop(loop)
 
     def _new_loop(self, loop: asyncio.AbstractEventLoop) -> Pools:
-        for ended in [known for known in self._by_loop if known.is_closed()]:
-            del self._by_loop[ended]
+        for known in tuple(self._by_loop):  # other threads have loops too, and come here as well
+            if known.is_closed():
+                self._by_loop.pop(known, None)
         pools = self._make_pools(loop)
         guard = _until_loop_ends(pools)
         # Its first step makes the loop know the generator, which the loop then closes when it ends.
@@ -147,11 +149,13 @@ class AsyncPrimitives(Routes):
         for loop, (pools, _) in list(self._by_loop.items()):
             if loop is here:
                 pools.close()
-                for plain in filter(None, (pools.plain, self._given_plain)):
-                    await plain.aclose()
+                if pools.plain is not None:
+                    await pools.plain.aclose()
             else:
                 with suppress(RuntimeError):  # that loop has ended, and closed them
                     loop.call_soon_threadsafe(pools.close)
+        if self._given_plain is not None:  # it may have served before it was replaced
+            await self._given_plain.aclose()
 
     def let_go(self) -> None:
         """Close the connections, but not the transport that was in this one's place before."""
@@ -164,6 +168,7 @@ class AsyncPrimitives(Routes):
             self.let_go()
 
     def _after_fork(self) -> None:
+        super()._after_fork()
         self._by_loop = {}
 
 
@@ -258,6 +263,8 @@ class Driver(Primitives):
         if head.status == 101:  # the connection is the caller's from here on
             return trip.respond(head, reply.extensions, self._stream(trip, source, chunks, None))
         first = next(chunks, None)
+        while trip.gathers(head, first) and (more := next(chunks, None)) is not None:
+            first = (first or b"") + more
         whole = first is None or len(first) == head.length
         if whole:
             if first is not None:
@@ -373,6 +380,8 @@ class AsyncDriver(AsyncPrimitives):
         if head.status == 101:  # the connection is the caller's from here on
             return trip.respond(head, reply.extensions, self._stream(trip, source, chunks, None))
         first = await anext(chunks, None)
+        while trip.gathers(head, first) and (more := await anext(chunks, None)) is not None:
+            first = (first or b"") + more
         whole = first is None or len(first) == head.length
         if whole:
             if first is not None:

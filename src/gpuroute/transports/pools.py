@@ -53,6 +53,10 @@ class Limits:
     expiry: float | None = 5.0
 
 
+class UnusableFiles(ConfigError):
+    """The TLS files that one endpoint's record names are not here or no good: a reason to take another endpoint."""
+
+
 class Trust:
     """TLS contexts: one for all endpoints (28 ms to build), and one for each CA or client certificate of their own."""
 
@@ -62,19 +66,23 @@ class Trust:
         self._lock = threading.Lock()
         self._contexts: dict[object, ssl.SSLContext] = {}
 
+    def after_fork(self) -> None:
+        """In a forked child: the thread that built a context, and held the lock, may not exist here."""
+        self._lock = threading.Lock()
+
     def shared(self) -> ssl.SSLContext:
         """The context of endpoints that have no TLS files of their own."""
         return self._built("shared", lambda: self._library.client.create_ssl_context(**self._arguments))
 
     def of(self, tls: Tls) -> ssl.SSLContext:
-        """The context for one endpoint. Files are read again when they change. Raises ConfigError."""
+        """The context for one endpoint. Files are read again when they change. Raises UnusableFiles."""
         if not (tls.ca or tls.cert):
             return self.shared()
         try:
             key = (tls, *(Path(path).stat().st_mtime_ns for path in (tls.ca, tls.cert, tls.key) if path))
             return self._built(key, lambda: self._own(tls))
         except OSError as error:
-            raise ConfigError(f"TLS files of an endpoint cannot be used: {error}") from error
+            raise UnusableFiles(f"TLS files of an endpoint cannot be used: {error}") from error
 
     def _own(self, tls: Tls) -> ssl.SSLContext:
         import ssl

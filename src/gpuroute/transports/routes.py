@@ -13,6 +13,7 @@ from urllib.parse import unquote
 from gpuroute.core.call import Call
 from gpuroute.core.endpoint import Endpoint
 from gpuroute.core.fleet import PoolSpec
+from gpuroute.core.outcome import Outcome
 from gpuroute.core.pool import Pool, PoolRules
 from gpuroute.core.prefix import ladder
 from gpuroute.core.retry import RetryRules
@@ -23,7 +24,7 @@ from gpuroute.observe import observer, watch
 from gpuroute.transports.asking import asker_of
 from gpuroute.transports.bodies import Outgoing, model_of
 from gpuroute.transports.continuation import seam_of
-from gpuroute.transports.pools import Limits, Pools, Trust
+from gpuroute.transports.pools import Limits, Pools, Trust, UnusableFiles
 from gpuroute.transports.trips import LEAVE, STAY, Settled, Trip
 
 if TYPE_CHECKING:
@@ -233,13 +234,25 @@ class Routes:
         return self._asker is not None and not route.pin and self._asker.covers(route.call.pool)
 
     def _depart(self, route: Route, pools: Pools) -> Trip:
-        """Start the next attempt. Raises NoEndpointAvailable, DeadlineExceeded."""
-        call, now = route.call, self.router.clock()
-        attempt = self._pinned(route, now) if route.pin else call.next_attempt(now)
-        if route.asked is not None:
-            route.asked.take(attempt)
-        link = pools.link(attempt.state, call.pool, self.router.version)
-        return Trip(self._settled, route, attempt, link, pools)
+        """Start the next attempt. Raises NoEndpointAvailable, DeadlineExceeded, ConfigError."""
+        while True:
+            now = self.router.clock()
+            attempt = self._pinned(route, now) if route.pin else route.call.next_attempt(now)
+            try:
+                link = pools.link(attempt.state, route.call.pool, self.router.version)
+            except UnusableFiles:
+                if not self._useless(route, attempt):
+                    raise
+                continue
+            if route.asked is not None:
+                route.asked.take(attempt)
+            return Trip(self._settled, route, attempt, link, pools)
+
+    def _useless(self, route: Route, attempt: Attempt) -> bool:
+        """End an attempt that cannot even connect from here; True if another one is due."""
+        again = route.call.finish(attempt, Outcome.FAILED, self.router.clock(), reason="unusable TLS files")
+        route.observer.attempt_ended(None, route.call, attempt)
+        return again
 
     def _hedge(self, first: Trip) -> Trip | None:
         """A second attempt beside the first, if that is allowed."""
@@ -247,7 +260,13 @@ class Routes:
         attempt = route.call.hedge(self.router.clock())
         if attempt is None:
             return None
-        link = first.pools.link(attempt.state, route.call.pool, self.router.version)
+        try:
+            link = first.pools.link(attempt.state, route.call.pool, self.router.version)
+        except UnusableFiles:
+            self._useless(route, attempt)
+            return None
+        if route.asked is not None:
+            route.asked.take(attempt)
         return Trip(self._settled, route, attempt, link, first.pools)
 
     def _pinned(self, route: Route, now: float) -> Attempt:
@@ -331,8 +350,8 @@ class Routes:
         return last
 
     def _after_fork(self) -> None:
-        """Connections of the parent are not the child's."""
-        raise NotImplementedError
+        """Connections and locks of the parent are not the child's."""
+        self._trust.after_fork()
 
 
 def _limits(limits: Any) -> Limits:
