@@ -330,3 +330,15 @@ def test_r1_attempts_of_a_call_are_what_is_configured_and_told(
     sent = [server.last_request.header("x-gpuroute-attempt") for server in servers]
     assert sent == [None, "2", "3"]
     assert signals(client)["retries"] == 2
+
+
+def test_an_answer_in_one_piece_that_breaks_off_is_asked_for_again(
+    gpus: Gpus, call: Callable[..., Caller], kind: str
+) -> None:
+    """Nothing of it was handed out yet, so nothing can be told twice."""
+    servers = gpus(2)
+    client = call(kind, vllm(servers))
+    servers[0].drop_mid_stream(1, reset=True)
+    response = client.post(TEXT, json=ask(40, stream=False))
+    assert response.json()["choices"][0]["text"] == answer("Once upon a time", 40)
+    assert [a["outcome"] for a in response.extensions["gpuroute"]["attempts"]] == ["failed", "success"]

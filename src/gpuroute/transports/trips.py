@@ -16,6 +16,7 @@ from gpuroute.core.retry_after import parse_retry_after, parse_retry_after_ms
 from gpuroute.engines.answers import judge
 from gpuroute.transports.bodies import ATTEMPT, NAME, Sending
 from gpuroute.transports.library import noted
+from gpuroute.transports.piggyback import ANSWER, REQUEST, learn_header, wanted
 from gpuroute.transports.sse import StreamFailed, Watch
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 STAY = "gpuroute-endpoint="
 LEAVE = "gpuroute-leave"
+MAX_GATHERED = 1024 * 1024
+"""Bytes of an answer in one piece that are read before it is handed out."""
 SHOULD_RETRY = b"x-should-retry"
 
 
@@ -37,7 +40,8 @@ class Head:
     """What of a response's head decides what happens next, read in one pass."""
 
     __slots__ = (
-        "chunked", "coded", "content_type", "headers", "length", "location", "retry_after", "retry_after_ms", "status",
+        "chunked", "coded", "content_type", "headers", "length", "load", "location", "retry_after", "retry_after_ms",
+        "status",
     )  # fmt: skip
 
     def __init__(self, status: int, headers: list[Header], *, cookies: bool) -> None:
@@ -45,6 +49,7 @@ class Head:
         self.length = -1
         self.chunked = self.coded = False
         self.content_type = b""
+        self.load = b""
         self.location: bytes | None = None
         self.retry_after: str | None = None
         self.retry_after_ms: str | None = None
@@ -72,6 +77,8 @@ class Head:
             self.chunked = True
         elif name == b"location":
             self.location = value
+        elif name == ANSWER:
+            self.load = value
         elif name == b"retry-after":
             self.retry_after = value.decode("latin-1")
         else:
@@ -85,7 +92,7 @@ class Head:
 
 _READ = frozenset(
     (
-        b"content-encoding", b"content-length", b"content-type", b"location", b"retry-after", b"retry-after-ms",
+        ANSWER, b"content-encoding", b"content-length", b"content-type", b"location", b"retry-after", b"retry-after-ms",
         b"transfer-encoding",
     )
 )  # fmt: skip
@@ -136,6 +143,8 @@ class Trip:
         self.silent = False
         attempt.whole = self.out.whole
         self._extra: dict[str, str] = {} if attempt.number == 1 else {ATTEMPT.decode(): str(attempt.number)}
+        if load_format := wanted(attempt.state.endpoint):
+            self._extra[REQUEST] = load_format
         self._token = route.observer.attempt_started(route.call, attempt, self._extra)
 
     # ------------------------------------------------------------------------------------------ sending
@@ -297,9 +306,15 @@ class Trip:
         self.route.began(self, head)
         if self.route.asked is not None:
             self.route.asked.began(self.attempt, head.content_type, first)
+        if head.load:
+            learn_header(self.attempt.state, head.load, self.call.pool.mean_tokens, self.settled.clock())
         if whole:
             self.end(Outcome.SUCCESS)
         return None
+
+    def gathers(self, head: Head, first: bytes | None) -> bool:
+        """True if more of an answer in one piece is waited for before it is handed out: until then it can be repeated."""
+        return self.out.whole and first is not None and len(first) < head.length <= MAX_GATHERED
 
     def release(self) -> None:
         """The response was read to its end: the connection may serve again."""
