@@ -55,7 +55,9 @@ def verdict(*seen: Seen, outage: tuple[float, float] | None = None, wire: Any = 
 
 def seen(**fields: Any) -> Seen:
     told = {"ident": "1", "began": 1.0, "timeout": 3.0, "expected": answer("x", 5), "first": 1.1, "ended": 2.0}
-    return Seen(**{**told, "text": answer("x", 5), **fields})
+    one = Seen(**{**told, "text": answer("x", 5), **fields})
+    one.end(one.ended)
+    return one
 
 
 def test_the_verdict_sees_what_it_is_there_to_see() -> None:

@@ -36,20 +36,18 @@ class Seen:
     text: str = ""
     error: str = ""
     interrupted: bool = False
+    lost: int = 0
+    wrong: int = 0
 
-    @property
-    def lost(self) -> int:
-        """Tokens that a stream which ended well did not bring."""
-        return 0 if self.error else max(0, (len(self.expected.encode()) - len(self.text.encode())) // TOKEN_BYTES)
-
-    @property
-    def wrong(self) -> int:
-        """Tokens that came twice, or are not what follows."""
-        common = 0
-        got, expected = self.text.encode(), self.expected.encode()
+    def end(self, now: float) -> None:
+        """Count tokens that a good stream did not bring, and those that came twice or are not what follows."""
+        got, expected, common = self.text.encode(), self.expected.encode(), 0
         while common < len(got) and got[common : common + TOKEN_BYTES] == expected[common : common + TOKEN_BYTES]:
             common += TOKEN_BYTES
-        return max(0, len(got) - common) // TOKEN_BYTES
+        self.lost = 0 if self.error else max(0, (len(expected) - len(got)) // TOKEN_BYTES)
+        self.wrong = max(0, len(got) - common) // TOKEN_BYTES
+        self.text = self.expected = ""  # thousands of them would look like a leak
+        self.ended = now
 
 
 class Crowd:
@@ -115,7 +113,7 @@ class Crowd:
             seen.error = f"{type(causes[-1]).__name__}: {' / '.join(map(str, causes[:2]))}"[:300]
             notes = [note for cause in causes for note in getattr(cause, "__notes__", ())]
             seen.error += f" [{notes[-1]}]" if notes else ""
-        seen.ended = time.monotonic()
+        seen.end(time.monotonic())
         self.seen.append(seen)
 
     async def _watch_lag(self) -> None:
