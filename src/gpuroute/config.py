@@ -275,6 +275,9 @@ def _contradictions(settings: Settings) -> Iterator[str]:
         yield f"{named('rollout')} is below 100% without {variable('fallback_url')} for the rest of the calls"
     if settings.timeout and settings.source("connect_timeout") != DEFAULT and settings.connect_timeout > settings.timeout:
         yield f"{named('connect_timeout')} is longer than {named('timeout')}: it could never be reached"
+    for name in ("hedge", "reroute", "continuation"):
+        if getattr(settings, name) and settings.attempts == 1:
+            yield f"{named(name)} is set but {named('attempts')} is 1: there is no second attempt"
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:

@@ -13,7 +13,8 @@ import pytest
 from fault_world import CHAT, TEXT, ask, signals, vllm
 from http_caller import router_for
 
-from gpuroute import Endpoint, NoEndpointAvailable, UnknownPool, httpx2
+from gpuroute import ConfigError, Endpoint, NoEndpointAvailable, UnknownPool, httpx2
+from gpuroute.config import Settings
 from gpuroute.core.endpoint import State
 from gpuroute.core.fleet import PoolSpec
 from gpuroute.core.state import EJECTION
@@ -342,3 +343,9 @@ def test_an_answer_in_one_piece_that_breaks_off_is_asked_for_again(
     response = client.post(TEXT, json=ask(40, stream=False))
     assert response.json()["choices"][0]["text"] == answer("Once upon a time", 40)
     assert [a["outcome"] for a in response.extensions["gpuroute"]["attempts"]] == ["failed", "success"]
+
+
+@pytest.mark.parametrize("way", ["hedge", "reroute", "continuation"])
+def test_settings_that_contradict_each_other_are_errors(way: str) -> None:
+    with pytest.raises(ConfigError, match="there is no second attempt"):
+        Settings.from_env({}, registry="llama=http://a:1", attempts=1, **{way: True})
