@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from gpuroute import Endpoint, Outcome, Router, Settings
+from gpuroute.core.call import Call
 from gpuroute.core.endpoint import State
 from gpuroute.core.fleet import Fleet, PoolConfig, PoolSpec
 from gpuroute.errors import (
@@ -571,6 +572,29 @@ def test_an_attempt_that_says_busy_pauses_and_the_next_is_told_when() -> None:
 def test_an_attempt_outside_its_block_is_a_clear_error() -> None:
     with pytest.raises(RuntimeError, match="is a context manager"):
         make().attempt("llm").url  # noqa: B018
+
+
+def test_an_attempt_entered_twice_is_refused_and_entered_again_is_fine() -> None:
+    router = make()
+    attempt = router.attempt("llm")
+    for _ in range(2):
+        with attempt, pytest.raises(RuntimeError, match="is under way"), attempt:
+            pass
+        assert router.snapshot().pools["llm"].in_flight == 0
+
+
+def test_an_interrupt_on_the_way_into_the_block_leaves_no_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    router = make()
+    start = Call.next_attempt
+
+    def interrupted(call: Call, now: float) -> None:
+        start(call, now)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Call, "next_attempt", interrupted)
+    with pytest.raises(KeyboardInterrupt), router.attempt("llm"):
+        pass
+    assert router.snapshot().pools["llm"].in_flight == 0
 
 
 def test_an_attempt_works_in_async_code_too() -> None:

@@ -85,6 +85,8 @@ class RoutedAttempt:
         self.__exit__(kind, error, trace)
 
     def _begin(self) -> Self:
+        if self._attempt is not None and self._attempt.outcome is None:
+            raise RuntimeError("this attempt is under way: call router.attempt(...) for each")
         pool, key, tokens = self._arguments
         call = self._router.call(pool, key=key, tokens=tokens, attempts=1)
         now = self._router.clock()
@@ -93,7 +95,12 @@ class RoutedAttempt:
                 f"pool {pool!r}: every endpoint asked for a pause; the earliest returns in {pause:.2f} s",
                 retry_after=pause,
             )
-        self._call, self._attempt = call, call.next_attempt(now)
+        self._call, self._attempt = call, None
+        try:
+            self._attempt = call.next_attempt(now)
+        except BaseException:  # an interrupt: `with` calls no __exit__ for what was not entered
+            call.close(now)
+            raise
         return self
 
     def _live(self) -> tuple[Call, Attempt]:

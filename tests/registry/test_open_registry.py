@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 
@@ -43,6 +44,25 @@ def test_static_registry_in_code() -> None:
     for wrong in ([5], {"llama": [{"url": "http://a"}]}):
         with pytest.raises(ConfigError, match=r"item 1: is of type .*a URL or an Endpoint"):
             static_registry(wrong)
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        Endpoint("a", "http://user:CANARY@a:8000"),
+        Endpoint("a", "http://a:99999"),
+        Endpoint("a", "ftp://a"),
+        Endpoint("", "http://a:8000"),
+        Endpoint("a", "http://a:8000", weight=math.nan),
+        Endpoint("a", "http://a:8000", weight=-1),
+        Endpoint("a", "http://a:8000", headers={"Host": "b"}),
+        Endpoint("a", "http://a:8000", headers={"x": "CANARY\r\ny: z"}),
+    ],
+)
+def test_an_endpoint_in_code_may_say_what_a_record_may(endpoint: Endpoint) -> None:
+    with pytest.raises(ConfigError, match=r"llama, item 1: .*accepted: ") as caught:
+        static_registry({"llama": [endpoint]})
+    assert "CANARY" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

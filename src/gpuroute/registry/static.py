@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from gpuroute.core.endpoint import Endpoint
 from gpuroute.core.fleet import Fleet, PoolSpec
 from gpuroute.errors import ConfigError, InvalidRecord
-from gpuroute.registry.schema import check_pool, default_id, parse_endpoint
+from gpuroute.registry.schema import check_pool, default_id, endpoint_record, parse_endpoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -82,6 +82,7 @@ def _spec(name: str, endpoints: Iterable[Endpoint | str]) -> PoolSpec:
 
 def _endpoint(item: object, key: str) -> Endpoint:
     if isinstance(item, Endpoint):
+        parse_endpoint(endpoint_record(item), id=item.id, key=key)  # code may not say what a record may not
         return item
     if not isinstance(item, str):
         raise InvalidRecord(f"{key}: is {_kind(item)}; accepted: a URL or an Endpoint object")
