@@ -50,8 +50,7 @@ class _Routed(grpc.aio.Call):
             return flight.rpc.time_left()
         if flight.inner is not None:
             return flight.inner.time_remaining()  # type: ignore[no-any-return]
-        until: float | None = getattr(flight, "until", None)
-        return None if until is None else max(0.0, until - time.monotonic())
+        return None if flight.until is None else max(0.0, flight.until - time.monotonic())
 
     async def _ended(self) -> Any:
         """The inner call that concluded the RPC, or the error that did; waits for it."""

@@ -99,6 +99,7 @@ class Flight:
         self.twin: tuple[Any, Rpc] | None = None
         self.over = self.wrote = self._cancelled = False
         self.messages = 0
+        self.until: float | None = None  # the deadline of a call that waits for the first view of the fleet
         self.reading_since: float | None = None
         self._changed: asyncio.Event | None = None
         self._callbacks: list[Callable[[], None]] | None = None

@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any
 from grpc import StatusCode
 
 from gpuroute.core.hedge import LAST_PATIENCE
-from gpuroute.core.learning import learn_bid
 from gpuroute.core.outcome import Outcome
-from gpuroute.core.report import Report
 from gpuroute.errors import ConfigError, GpurouteError, NoEndpointAvailable
 from gpuroute.observe import Observer, observer
 from gpuroute.transports.grpc_status import brief, judge, report_in
+from gpuroute.transports.piggyback import learn_load
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -46,7 +45,8 @@ class Rpc:
     """
 
     __slots__ = ("asked", "attempt", "call", "cause", "guarded", "hub", "left", "limited", "metadata", "not_before",
-                 "observer", "over", "patient", "peer", "peers", "quiet", "streaming", "token", "wait")  # fmt: skip
+                 "observer", "over", "patient", "peer", "peers", "plain", "quiet", "races", "streaming", "token",
+                 "wait")  # fmt: skip
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Rpc:
         self.limited = limited
         self.patient = patient
         self.streaming = streaming
-        self.guarded = False
+        self.races = not streaming and (call.hedging.hedge or call.hedging.reroute)
         self.not_before = 0.0
         self.cause: BaseException | None = None
         self.observer = seen = observer()
@@ -107,44 +107,43 @@ class Rpc:
 
     def _depart(self, attempt: Attempt, now: float) -> bool:
         """Prepare an attempt: what it may take, and its channel. False if that cannot be had and another one is due."""
-        call = self.call
-        self.left = max(0.0, call.deadline - now) if self.limited else None
+        call, endpoint = self.call, attempt.state.endpoint
         if self.asked is not None:
             self.asked.take(attempt)
         self.token: object = None
+        self.plain = self.quiet and attempt.number == 1 and not endpoint.headers
+        self.guarded = False
         try:
-            self.peer = peer = self.peers.hold(attempt.state.endpoint, attempt, now)
+            self.peer = peer = self.peers.hold(endpoint, attempt, now)
         except ConfigError as error:
             self.peer = None
             if not self._finish(Outcome.FAILED, now, str(error)):
                 self._end(now)
                 raise
             return False
+        left = call.deadline - now
         if not self.streaming:
-            self._guard(attempt, peer, now)
+            attempt.whole = True
+            if now >= peer.patience_until:
+                self._look_up_patience(attempt, peer, now)
+            self.guarded = peer.patience < left
+        self.left = peer.patience if self.guarded else max(0.0, left) if self.limited else None
         return True
 
-    def _guard(self, attempt: Attempt, peer: Peer, now: float) -> None:
-        """Give up a unary attempt when it is silent for longer than is normal: by its gRPC deadline, which costs nothing.
-
-        How long that is changes slowly, so it is looked up once in a second for each endpoint.
-        """
-        attempt.whole = True
-        if now >= peer.patience_until:
-            pool = self.call.pool
-            alone = len(pool.snapshot.routable) < 2
-            usual = pool.rules.watchdog.first_byte(attempt, len(pool.snapshot.routable))
-            peer.patience, peer.patience_until = usual * (LAST_PATIENCE if alone else 1.0), now + 1.0
-        self.guarded = peer.patience < math.inf and (self.left is None or peer.patience < self.left)
-        if self.guarded:
-            self.left = peer.patience
+    def _look_up_patience(self, attempt: Attempt, peer: Peer, now: float) -> None:
+        """How long a unary attempt may be silent at an endpoint before it is given up, by its gRPC deadline, which costs
+        nothing. That changes slowly, so it is looked up once in a second."""
+        pool = self.call.pool
+        alone = len(pool.snapshot.routable) < 2
+        usual = pool.rules.watchdog.first_byte(attempt, len(pool.snapshot.routable))
+        peer.patience, peer.patience_until = usual * (LAST_PATIENCE if alone else 1.0), now + 1.0
 
     def headers(self) -> Pairs | None:
         """The metadata of the present attempt: the caller's, the endpoint's own and trace context."""
         attempt = self.attempt
         assert attempt is not None
         extra = attempt.state.endpoint.headers
-        if self.quiet and not extra and attempt.number == 1:
+        if self.plain:
             return self.metadata
         traced: dict[str, str] = {} if attempt.number == 1 else {ATTEMPT: str(attempt.number)}
         self.token = self.observer.attempt_started(self.call, attempt, traced)
@@ -245,12 +244,6 @@ class Rpc:
         return call.gap_patience(attempt) - (now - max(attempt.last, reading_since))
 
     @property
-    def races(self) -> bool:
-        """True if a second attempt may go beside a slow one: of unary calls only, where that was asked for."""
-        hedging = self.call.hedging
-        return (hedging.hedge or hedging.reroute) and not self.streaming
-
-    @property
     def hedge_after(self) -> float:
         """Seconds from now until a second attempt is due beside the present one; infinite if none will be."""
         call, attempt = self.call, self.attempt
@@ -312,10 +305,4 @@ class Rpc:
 def learn_report(attempt: Attempt, trailing: Pairs, mean_tokens: float, now: float) -> bool:
     """What the endpoint says of its own load in its trailing metadata; False if it says nothing."""
     said = report_in(trailing)
-    if said is None or said.requests is None:
-        return False
-    queued = -1 if said.queued_tokens is None else int(said.queued_tokens)
-    running = said.in_flight if said.running is None else said.running
-    report = Report(now, int(running or 0), int(said.waiting or 0), queued, said.kv_usage or 0.0, source="orca")
-    learn_bid(attempt.state, report, mean_tokens)
-    return True
+    return said is not None and learn_load(attempt.state, said, mean_tokens, now)

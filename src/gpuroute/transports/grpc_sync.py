@@ -208,9 +208,9 @@ class _Method:
                 if peer is None:
                     continue
                 send = peer.bind(self._key).with_call
-                data = body if one else body.view()
+                data, metadata = body if one else body.view(), rpc.metadata if rpc.plain else rpc.headers()
                 try:
-                    response, call = send(data, rpc.left, rpc.headers(), credentials, None, compression)
+                    response, call = send(data, rpc.left, metadata, credentials, None, compression)
                 except grpc.RpcError as error:
                     if not self._goes_on(rpc, error, body):
                         raise
