@@ -64,6 +64,8 @@ def test_table_without_rich(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         (["--trace", "/no/such/file"], "neither one of"),
         (["--event", "3:melt:1"], "event '3:melt:1'"),
         (["--clients", "0"], "--clients"),
+        (["--slo", "2"], "expected TTFT,TPOT"),
+        (["--slo", "fast,slow"], "expected TTFT,TPOT"),
     ],
 )
 def test_wrong_use_is_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,3 +102,18 @@ def test_the_step_model_matches_recorded_runs() -> None:
 def test_validate_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--validate"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 25
+
+
+def test_validate_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--validate", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert len(rows) == 24
+    assert set(rows[0]) == {"run", "metric", "statistic", "measured", "simulated", "error"}
+
+
+def test_help_shows_defaults_that_say_something(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["simulate", "--help"])
+    said = capsys.readouterr().out
+    assert "(default: p2c,auto,oracle)" in said
+    assert not any(f"default: {word}" in said for word in ("None", "False", "inf", "0)", "[]"))

@@ -5,9 +5,10 @@ that routes.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from math import inf
 from pathlib import Path
@@ -18,12 +19,21 @@ from gpuroute.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from gpuroute.sim.measure import Slo
     from gpuroute.sim.run import Result, Scenario
 
 _EPILOG = """policies: those of the core (p2c, prefix, auto, ...), with a report channel auto+piggyback, auto+engine or
 auto+asks; oracle; peer:token-queue, peer:sglang, peer:llm-d, peer:kubeai, peer:kubeai-per-client, peer:prequal,
 peer:envoy, peer:peak-ewma, peer:least-conn, peer:litellm.
 events: AT:KIND:SERVERS[:VALUE], e.g. 300:throttle:5%:0.2, 300:die:3, 300:join:0-9, 300:outage::60."""
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Adds the defaults that say something."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        said = isinstance(action.default, str | int | float) and action.default not in {0, inf, argparse.SUPPRESS}
+        return f"{action.help} (default: %(default)s)" if said else action.help
 
 
 def add_parser(subparsers: Any) -> None:
@@ -33,7 +43,7 @@ def add_parser(subparsers: Any) -> None:
         help="judge policies on a simulated fleet",
         description=__doc__,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=_Help,
     )
     _add_scenario(parser)
     _add_trouble(parser)
@@ -90,7 +100,7 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the sweep that `args` describe."""
     if args.validate:
-        return _validate()
+        return _validate(args)
     from gpuroute.sim.run import sweep
 
     names = [name.strip() for name in args.policy.split(",") if name.strip()]
@@ -110,13 +120,11 @@ def run(args: argparse.Namespace) -> int:
 def _scenario(args: argparse.Namespace) -> Scenario:
     from gpuroute.sim.fleet import Engine, parse_event
     from gpuroute.sim.loop import Network
-    from gpuroute.sim.measure import Slo
     from gpuroute.sim.reports import Reports
     from gpuroute.sim.run import Scenario
 
     if args.clients < 1 or args.copies < 1 or args.window <= 0 or args.warmup < 0 or args.seeds < 1:
         raise ConfigError("--clients, --copies, --seeds and --window must be positive, --warmup not negative")
-    ttft, _, tpot = args.slo.partition(",")
     engine = Engine(args.max_num_seqs, args.max_num_batched_tokens, args.dram_tokens)
     return Scenario(
         trace=args.trace,
@@ -140,8 +148,18 @@ def _scenario(args: argparse.Namespace) -> Scenario:
             cache_error=args.cache_error,
         ),
         events=tuple(parse_event(text) for text in args.event),
-        slo=Slo(float(ttft), float(tpot or 0.1)),
+        slo=_slo(args.slo),
     )
+
+
+def _slo(text: str) -> Slo:
+    from gpuroute.sim.measure import Slo
+
+    try:
+        ttft, tpot = map(float, text.split(","))
+    except ValueError:
+        raise ConfigError(f"--slo={text!r}: expected TTFT,TPOT in seconds, such as 2,0.1") from None
+    return Slo(ttft, tpot)
 
 
 def _show(args: argparse.Namespace, results: list[Result], scenario: Scenario) -> None:
@@ -165,9 +183,14 @@ def _write(target: str, text: str) -> None:
         Path(target).write_text(text, encoding="utf-8")
 
 
-def _validate() -> int:
+def _validate(args: argparse.Namespace) -> int:
     from gpuroute.sim.validate import validate
 
+    if args.json:
+        rows = [{**asdict(row), "error": row.error} for row in validate()]
+        _write(args.json, json.dumps(rows, indent=1) + "\n")
+    if args.json == "-":
+        return 0
     print(f"{'run':28} {'metric':8} {'':5} {'measured s':>11} {'simulated s':>11} {'error':>7}")
     for row in validate():
         print(
