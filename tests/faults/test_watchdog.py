@@ -148,3 +148,27 @@ def test_the_deadline_travels_in_a_header_if_it_has_a_name(
     assert 4_000 < int(servers[0].last_request.header("x-request-timeout")) <= 5_000
     client.post(TEXT, json=ask())
     assert servers[0].last_request.header("x-request-timeout") is None
+
+
+def test_what_waits_decides_how_long_silence_is_usual(
+    gpus: Callable[..., list[GpuServer]], call: Callable[..., Caller]
+) -> None:
+    client = call("httpx2-sync", vllm(gpus(2)))
+    experienced(client, ttft=0.01)
+    pool = client.router.pool("llama")
+    for _ in range(50):
+        pool.shared.history.whole.add(2.0)
+    state, watchdog, now = pool.snapshot.states[0], pool.rules.watchdog, client.router.clock()
+    whole, stream = state.acquire(now), state.acquire(now)
+    assert whole is not None
+    assert stream is not None
+    whole.whole = True
+    whole.awaited(now)
+    stream.awaited(now)
+    assert not watchdog.suspects(state, now + 0.05)
+    assert watchdog.suspects(state, now + 1)
+    stream.finish(Outcome.SUCCESS, now + 1)  # a sign of life
+    assert not watchdog.suspects(state, now + 3)  # only the whole answer is waited for now
+    assert watchdog.suspects(state, now + 8)
+    whole.finish(Outcome.SUCCESS, now + 8)
+    assert state.silent_since is None

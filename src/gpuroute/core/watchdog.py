@@ -72,7 +72,9 @@ class WatchdogRules:
         since = state.silent_since
         if since is None or now - since < SUSPICIOUS_S or not self.enabled:
             return False
-        usual = state.pool.history.ttft.high(self.first_spreads / 2)
+        waiting, history = tuple(state.in_flight), state.pool.history
+        waits_for_wholes = bool(waiting) and all(attempt.whole for attempt in waiting)
+        usual = (history.whole if waits_for_wholes else history.ttft).high(self.first_spreads / 2)
         return now - since > usual and (bool(state.in_flight) or now - since < self.eject_s)
 
     def gap(self, attempt: Attempt) -> float:

@@ -194,8 +194,7 @@ class Trip:
         """Send by this connection, until the deadline at the latest, and no longer than its silence is normal."""
         self.connection = connection
         call, rules = self.call, self.call.pool.rules.watchdog
-        if not self.attempt.whole:
-            self.attempt.awaited(self.settled.clock())
+        self.attempt.awaited(self.settled.clock())
         until = None if call.deadline == math.inf else time.monotonic() + call.time_left(self.settled.clock())
         if rules.enabled:
             connection.wire.begin(until, rules.first_floor_s, self._patience)
