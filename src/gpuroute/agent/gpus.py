@@ -49,7 +49,7 @@ def throttled() -> tuple[str, ...]:
 def kind_of(name: str) -> str:
     """The short kind in a product's name: "NVIDIA H100 80GB HBM3" is an H100."""
     words = re.split(r"[\s-]+", name)
-    return next((word for word in words if word in PREFILL_PRIOR), " ".join(words[1:2]) or name)
+    return next((word for word in words if word in PREFILL_PRIOR), name.removeprefix("NVIDIA "))
 
 
 def _library() -> Any:

@@ -75,6 +75,7 @@ AGAIN_S = 0.001
 MOST_AGAIN = 2
 LOSSY = 0.15  # asks that had to be sent again, as a share
 COVERED = 0.95  # a pool with fewer agents is worth a word in the log
+MAX_PEERS = 20_000
 RESOLVE_S = 60.0
 LOOK_AGAIN_S = 0.0003
 
@@ -155,7 +156,7 @@ class Asker:
         """What a process needs of its own: also run in a forked child."""
         self._peers: dict[tuple[str, str], Peer] = {}
         self._lines: deque[ThreadLine] = deque()
-        self._loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopLine] = weakref.WeakKeyDictionary()
+        self._loops: dict[asyncio.AbstractEventLoop, LoopLine] = {}
 
     def after_fork(self) -> None:
         """Sockets of the parent are not the child's."""
@@ -247,6 +248,8 @@ class Asker:
         key = (agent, state.id)
         peer = self._peers.get(key)
         if peer is None:
+            if len(self._peers) >= MAX_PEERS:  # of endpoints that left long ago; the others are found again at once
+                self._peers.clear()
             peer = self._peers[key] = Peer(state.id)
         if now >= peer.resolve_at:
             peer.resolve_at = now + RESOLVE_S
@@ -276,6 +279,8 @@ class Asker:
         loop = get_running_loop()
         line = self._loops.get(loop)
         if line is None:
+            for ended in [known for known in tuple(self._loops) if known.is_closed()]:
+                self._loops.pop(ended).close()
             line = self._loops[loop] = LoopLine(loop, self._say)
         return line
 
