@@ -1,8 +1,8 @@
 """`gpuroute bench pick`: pick + acquire + finish in the core alone, without a socket.
 
 On a shared machine a block of one thing after a block of another compares two moments, not two things. So sizes and the
-reference take turns in short rounds, in random order, and medians are reported. `two_random_ns` (two `random.random()`
-calls in the same loop) says how fast the machine was; judge the ratio.
+reference take turns in short rounds, in random order, and medians of CPU time are reported. `two_random_ns` (two calls
+of `random.random()` in the same loop) says how fast the machine was; judge the ratio.
 """
 
 from __future__ import annotations
@@ -82,12 +82,12 @@ def time_picks(pool: Pool) -> float:
     """Mean ns of one pick + acquire + finish in one short round; the asks are fresh, as a call's own is."""
     acquire, success, now = pool.acquire, Outcome.SUCCESS, 1.0
     asks = [make_ask(pool, random.randrange(PROMPTS)) for _ in range(PER_ROUND)]
-    started = time.perf_counter_ns()
+    started = time.thread_time_ns()
     for ask in asks:
         attempt = acquire(ask, now)
         assert attempt is not None
         attempt.finish(success, now)
-    return (time.perf_counter_ns() - started) / PER_ROUND
+    return (time.thread_time_ns() - started) / PER_ROUND
 
 
 def make_ask(pool: Pool, prompt: int) -> Ask:
@@ -101,8 +101,8 @@ def make_ask(pool: Pool, prompt: int) -> Ask:
 def time_two_random(draw_one: Callable[[], float]) -> float:
     """Mean ns of two `random.random()` calls in the same kind of round."""
     some = [None] * PER_ROUND
-    started = time.perf_counter_ns()
+    started = time.thread_time_ns()
     for _ in some:
         draw_one()
         draw_one()
-    return (time.perf_counter_ns() - started) / PER_ROUND
+    return (time.thread_time_ns() - started) / PER_ROUND
