@@ -3,8 +3,8 @@
 A hung GPU answers `/health` with 200, so only missing progress shows it. An attempt may be silent for as long as its
 endpoint (or the pool, whichever is slower) has rarely exceeded before. Two guards keep overload from looking like a hang:
 what was waited for in vain is learned as a sample, so the limit grows with the queue; and when a third of the pool is
-silent at once the watchdog stands down, because that is saturation. An answer that comes in one piece is as late as it
-is long, so it has a history of its own and the wider bound.
+silent at once (ejected ones apart) the watchdog stands down, because that is saturation. An answer that comes in one
+piece is as late as it is long, so it has a history of its own and the wider bound.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gpuroute.core.history import prompt_units
+from gpuroute.core.state import EJECTION
 from gpuroute.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -49,7 +50,8 @@ class WatchdogRules:
     def first_byte(self, attempt: Attempt, endpoints: int) -> float:
         """Seconds from the start after which an attempt without a first byte is called hung; infinite: never."""
         state = attempt.state
-        if not self.enabled or len(state.pool.stalling) > max(1, endpoints // 3):
+        silent = sum(EJECTION not in other.caps for other in tuple(state.pool.stalling))
+        if not self.enabled or silent > max(1, endpoints // 3):
             return INF
         if attempt.whole:
             return max(self.gap_floor_s, _high(state, "whole", self.gap_spreads))
