@@ -91,8 +91,10 @@ class Line:
                 scheme, target = place.address
                 self._say(data, scheme, target, LATE_S, self._relayed)
             return
-        with suppress(OSError):
+        try:  # `contextlib.suppress` would cost as much as the rest of this
             sock.sendto(data, place.address)
+        except OSError:
+            pass
 
     def _relayed(self, data: bytes) -> None:
         """An answer that came another way. Any thread."""
@@ -105,16 +107,17 @@ class Line:
         """Hand over all that has arrived."""
         now = time.monotonic()
         for sock in sockets:
-            with suppress(BlockingIOError):
-                while True:
-                    try:
-                        data, source = sock.recvfrom(MAX_DATAGRAM)
-                    except ConnectionError:
-                        continue  # a closed port somewhere, told by ICMP
-                    listener = self.listeners.get(id_of(data))
-                    if listener is not None:
-                        listener.heard(data, source, now)
-                        self._heard(listener)
+            while True:
+                try:
+                    data, source = sock.recvfrom(MAX_DATAGRAM)
+                except BlockingIOError:
+                    break
+                except ConnectionError:
+                    continue  # a closed port somewhere, told by ICMP
+                listener = self.listeners.get(id_of(data))
+                if listener is not None:
+                    listener.heard(data, source, now)
+                    self._heard(listener)
 
     def _open(self, family: int) -> socket.socket | None:
         try:

@@ -74,6 +74,7 @@ NOT_READY_TOKENS = 1_000_000  # what an engine that takes no calls is charged: d
 AGAIN_S = 0.001
 MOST_AGAIN = 2
 LOSSY = 0.15  # asks that had to be sent again, as a share
+SOURCES = tuple(f"agent:{state.name}" for state in EngineState)
 COVERED = 0.95  # a pool with fewer agents is worth a word in the log
 MAX_PEERS = 20_000
 RESOLVE_S = 60.0
@@ -407,9 +408,8 @@ class Asking:
         if not ready:
             self._real_queue[state.id] = queue
             queue += NOT_READY_TOKENS
-        report = Report(
-            asker.clock(), bid.running, bid.waiting, queue, bid.kv_usage, matched, bid.epoch, f"agent:{bid.state.name}"
-        )
+        source_name = SOURCES[bid.state]
+        report = Report(asker.clock(), bid.running, bid.waiting, queue, bid.kv_usage, matched, bid.epoch, source_name)
         self.bids[state.id] = report
         if ready:
             learn_bid(state, report, self._call.pool.mean_tokens)
