@@ -19,6 +19,13 @@ if TYPE_CHECKING:
     from gpuroute.testing import GpuServer
 
 
+def holders(client: Caller) -> set[object]:
+    """What still holds a place at a connection gate."""
+    transport = client.transport()
+    pools = [pools for pools, _ in transport._by_loop.values()] if client.is_async else [transport._all]
+    return {holder for one in pools for link in one._links.values() for holder in link.gate.holders}
+
+
 def patient(client: Caller) -> None:
     """The watchdog shall not be what helps here."""
     experienced(client, floor=30.0)
@@ -42,6 +49,7 @@ def test_a_late_first_byte_is_overtaken_and_the_loser_is_hung_up_on(
     assert signals(client)["hedges"] == 1
     states = client.router.pool("llama").snapshot.states
     assert (states[0].failed, states[0].breaker.failures) == (0, 0)
+    eventually(lambda: holders(client) == set(), "no connection is held", 5)
 
 
 def test_the_first_may_still_win(
@@ -169,6 +177,5 @@ def test_l1_cancelled_in_the_middle_of_a_race_nothing_is_left(
     assert client.run(scenario()) > 30
     assert signals(client)["hedges"] > 10
     assert sum(len(state.in_flight) for state in pool.snapshot.states) == 0
-    links = [link for pools, _ in client.transport()._by_loop.values() for link in pools._links.values()]
-    assert [link.gate.holders for link in links] == [set()] * len(links)
+    assert holders(client) == set()
     eventually(lambda: sum(server.state()["live"] for server in servers) == 0, "every engine saw them go", 5)
