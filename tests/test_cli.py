@@ -53,6 +53,18 @@ def test_bad_settings_are_one_line_and_exit_2(
     assert err.startswith("gpuroute: GPUROUTE_TIMEOUT='soon': expected a duration")
 
 
+@pytest.mark.parametrize("wrong", ["--drain=soon", "--ttl=soon", "--hung-after=-1s"])
+def test_a_bad_duration_is_called_one(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["agent", wrong])
+    assert "invalid duration value" in capsys.readouterr().err
+
+
+def test_an_agent_for_an_engine_that_nobody_knows_does_not_start(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["agent", "--engine", "vlm"]) == 2
+    assert "gpuroute: --engine='vlm': expected auto or one of " in capsys.readouterr().err
+
+
 def test_ctrl_c_exits_130(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(_: object) -> int:
         raise KeyboardInterrupt

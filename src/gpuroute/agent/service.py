@@ -122,6 +122,8 @@ class Agent:
         options, one, desk = self._options, self._options.engines[index], self.desks[index]
         named = one.endpoint.engine or ("" if options.engine == "auto" else options.engine)
         dialect = engine_of(named) if named else await recognised(one.url)
+        if dialect is None:
+            log.info("%s: no engine answers at %s yet", desk.id, one.url)
         while dialect is None:
             await asyncio.sleep(INTERVAL_S)
             dialect = await recognised(one.url)

@@ -16,6 +16,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from gpuroute.errors import GpurouteError
+from gpuroute.forms import parse_duration
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,6 +31,11 @@ COMMANDS = {
     "chaos": "break a fleet on purpose and count what callers notice",
     "bench": "measure what routing costs",
 }
+
+
+def duration(text: str) -> float:
+    """Seconds, as the type of an option: argparse puts the name of this function into its message."""
+    return parse_duration(text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

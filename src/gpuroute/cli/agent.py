@@ -20,10 +20,11 @@ from gpuroute.agent.health import HUNG_AFTER_S
 from gpuroute.agent.register import Rules
 from gpuroute.agent.service import Agent, Engine, Options
 from gpuroute.agent.warmup import PASSES
+from gpuroute.cli import duration
 from gpuroute.config import Settings
 from gpuroute.core.endpoint import Gpu
+from gpuroute.engines.catalog import ENGINES, engine_of
 from gpuroute.errors import ConfigError
-from gpuroute.forms import parse_duration
 from gpuroute.registry import etcd_options
 from gpuroute.registry.schema import check_pool, default_id, parse_endpoint
 
@@ -42,13 +43,24 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Declare the command."""
     parser = subparsers.add_parser("agent", help="report for the engine on this machine")
     add = parser.add_argument
-    add("--url", action="append", metavar="URL", help="where the engine listens for us; repeat for several engines")
+    add(
+        "--url",
+        action="append",
+        metavar="URL",
+        help="where the engine listens for us (default: http://127.0.0.1:8000); repeat for several engines",
+    )
     add("--advertise", action="append", metavar="URL", help="where clients reach it (default: the same), in that order")
     add("--engine", default="auto", help="vllm, sglang, llamacpp, ... (default: found out)")
     add("--pool", default="default", help="pool to join (default: %(default)s)")
     add("--id", action="append", help="id within the pool (default: host:port of the URL), in that order")
     add("--registry", help="etcd://h1:2379/prefix to register in (default: GPUROUTE_REGISTRY; none: answer asks only)")
-    add("--ttl", type=float, default=10.0, help="seconds that the record outlives this process (default: %(default)s)")
+    add(
+        "--ttl",
+        type=duration,
+        default="10s",
+        metavar="TIME",
+        help="how long the record outlives this process (default: %(default)s)",
+    )
     add("--record", help="JSON file with further fields of the record, such as headers or labels")
     for name in _TEXTS:
         add(f"--{name}", help=f"the record's `{name}`")
@@ -63,8 +75,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     add("--warmup", type=int, default=PASSES, metavar="N", help="requests before it is ready (default: %(default)s)")
     add("--warmup-command", default="", metavar="CMD", help="run this instead; ENGINE_URL is set, exit code 0 is warm")
-    add("--drain", type=parse_duration, default=60.0, metavar="TIME", help="longest wait for running calls (60s)")
-    add("--hung-after", type=parse_duration, default=HUNG_AFTER_S, metavar="TIME", help="work that stands still (10s)")
+    add("--drain", type=duration, default=60.0, metavar="TIME", help="longest wait for running calls (default: 60s)")
+    add(
+        "--hung-after",
+        type=duration,
+        default=HUNG_AFTER_S,
+        metavar="TIME",
+        help="work that stands still this long is hung (default: 10s)",
+    )
     add("--kv-tokens", type=int, default=0, metavar="N", help="size of the KV cache, if the engine does not say")
     add("--dram-tokens", type=int, default=0, metavar="N", help="tokens of a second cache tier in main memory")
 
@@ -77,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     keys = [key.reveal().encode() for key in (settings.agent_key, settings.agent_key_next) if key]
     options = Options(
         engines=engines,
-        engine=args.engine,
+        engine=_engine(args.engine),
         model=args.model or "",
         keys=keys,
         insecure=args.insecure,
@@ -92,6 +110,8 @@ def run(args: argparse.Namespace) -> int:
         dram_tokens=args.dram_tokens,
     )
     register = _registrar(settings, args)
+    if register is None:
+        logging.getLogger("gpuroute.agent").info("no etcd is named: asks are answered, nothing is registered")
     return 0 if asyncio.run(_serve(options, register)) else 1
 
 
@@ -100,6 +120,14 @@ async def _serve(options: Options, register: Callable[[Endpoint], Registered] | 
         return await Agent(options, register, _say).run()
     except OSError as error:
         raise ConfigError(f"agent cannot listen on {options.listen} or {options.status}: {error.strerror}") from None
+
+
+def _engine(name: str) -> str:
+    """A word that is not known would be taken for the generic engine, and its own counters never read."""
+    if name != "auto" and engine_of(name).name == "openai" and name.strip().lower() != "openai":
+        known = ", ".join(engine.name for engine in ENGINES)
+        raise ConfigError(f"--engine={name!r}: expected auto or one of {known} (openai: any other with its interface)")
+    return name
 
 
 def _say(line: dict[str, object]) -> None:

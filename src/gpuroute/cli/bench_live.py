@@ -27,9 +27,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from gpuroute.cli import duration
 from gpuroute.core.asking import Kind
 from gpuroute.core.endpoint import Endpoint, Gpu
-from gpuroute.forms import parse_duration
 from gpuroute.transports.ask_lines import Line, Place
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def add_parser(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     add("--warmup", type=float, default=60.0, help="GPU seconds before measuring (default: %(default)s)")
     add("--window", type=float, default=120.0, help="GPU seconds measured in each turn (default: %(default)s)")
     add("--rounds", type=int, default=1, help="turns of each policy (default: %(default)s)")
-    add("--ask-timeout", type=parse_duration, default=0.003, help="wall seconds (default: 3ms)")
+    add("--ask-timeout", type=duration, default=0.003, help="wall seconds (default: 3ms)")
     add("--seed", type=int, default=0, help="which slice (default: %(default)s)")
     add("--json", action="store_true", help="print JSON alone")
 

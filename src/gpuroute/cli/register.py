@@ -13,9 +13,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gpuroute.cli import duration
 from gpuroute.config import Settings
 from gpuroute.errors import ConfigError
-from gpuroute.forms import parse_duration
 from gpuroute.registry import etcd_options
 from gpuroute.registry.schema import default_id, parse_endpoint
 
@@ -35,7 +35,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--registry", help="etcd://h1:2379,h2:2379/prefix or etcds://... (default: GPUROUTE_REGISTRY)")
     parser.add_argument("--pool", default="default", help="pool to join (default: %(default)s)")
     parser.add_argument("--id", help="id within the pool (default: host:port of the URL)")
-    parser.add_argument("--ttl", type=parse_duration, default=10.0, help="seconds that the record outlives this process")
+    parser.add_argument(
+        "--ttl",
+        type=duration,
+        default="10s",
+        metavar="TIME",
+        help="how long the record outlives this process (default: %(default)s)",
+    )
     parser.add_argument("--record", help="JSON file with further fields, such as headers or tls; options win")
     parser.add_argument("--weight", type=float, help="share of calls relative to the others, 0 drains")
     parser.add_argument("--gpu", metavar="KIND", help="GPU kind, e.g. H100")
