@@ -71,7 +71,7 @@ def test_a_bid_says_what_is_queued_cached_and_who_speaks() -> None:
     assert bid.kv_usage == pytest.approx(0.5, abs=1e-4)
     assert bench.say(take(1)) == b""
     bid = bench.bid(ask(2, HASHES))
-    assert (bid.queued_tokens, bid.waiting, bid.matched_tokens) == (4_000, 1, 2_048), "the take is seen at once"
+    assert (bid.queued_tokens, bid.waiting, bid.matched_tokens) == (4_000, 1, 1_024), "the take is seen at once"
     bench.say(tell(1))
     assert bench.bid(ask(3)).queued_tokens == 0
     assert bench.bid(ask(4)).matched_tokens is None, "without hashes nothing is said of the cache"

@@ -44,6 +44,7 @@ from gpuroute.core.prefix import seed
 from gpuroute.core.report import Report
 from gpuroute.core.seconds import Soonest, prompt_tokens
 from gpuroute.core.speed import shrunk
+from gpuroute.engines.catalog import engine_of
 from gpuroute.engines.usage import read_usage
 from gpuroute.transports.ask_lines import RELAY, Line, LoopLine, Place, ThreadLine
 
@@ -54,10 +55,12 @@ if TYPE_CHECKING:
     from gpuroute.config import Settings
     from gpuroute.core.attempt import Attempt
     from gpuroute.core.call import Call
+    from gpuroute.core.endpoint import Endpoint
     from gpuroute.core.pool import Pool
     from gpuroute.core.snapshot import Snapshot
     from gpuroute.core.state import EndpointState
     from gpuroute.router import Router
+    from gpuroute.transports.ask_engines import Engines
     from gpuroute.transports.ask_grpc import Channels
     from gpuroute.transports.ask_lines import Address
 
@@ -75,6 +78,7 @@ AGAIN_S = 0.001
 MOST_AGAIN = 2
 LOSSY = 0.15  # asks that had to be sent again, as a share
 SOURCES = tuple(f"agent:{state.name}" for state in EngineState)
+SCHEME = "engine"  # of an engine that is asked itself: its id, its dialect and its URL follow
 COVERED = 0.95  # a pool with fewer agents is worth a word in the log
 MAX_PEERS = 20_000
 RESOLVE_S = 60.0
@@ -151,6 +155,8 @@ class Asker:
         self._pools: dict[str, tuple[Snapshot, bool]] = {}
         self._files = settings.agent_ca, settings.agent_cert, settings.agent_cert_key
         self._channels: Channels | None = None
+        self._engines = settings.asks == "engines"
+        self._asked_engines: Engines | None = None
         self._arrange()
 
     def _arrange(self) -> None:
@@ -165,6 +171,7 @@ class Asker:
             line.sockets = {}  # of the parent's loop, whose selector must not hear of it
         if self._channels is not None:
             self._channels.abandon()
+        self._asked_engines = None
         self._arrange()
 
     @property
@@ -214,12 +221,16 @@ class Asker:
 
     def worth_asking(self, call: Call) -> Sequence[Asked]:
         """The candidates to ask for this call; none if asking would not pay."""
-        if not isinstance(call.pool.snapshot.picker, Soonest):
+        picker = call.pool.snapshot.picker
+        if not isinstance(picker, Soonest):
+            return ()
+        candidates = picker.candidates(call.ask)
+        if len(candidates) < 2:
             return ()
         now = self.clock()
         asked = []
-        for state in call.candidates():
-            peer = self.peer(state, now)
+        for state in candidates:
+            peer = self.peer(state, now) if state.admitted and state not in call.tried else None
             if peer is not None and peer.muted_until <= now:
                 asked.append(Asked(state, peer))
         return asked[:MOST] if asked and (self._always or self._pays(call, asked[0].state)) else ()
@@ -229,7 +240,7 @@ class Asker:
         snapshot = pool.snapshot
         known = self._pools.get(pool.name)
         if known is None or known[0] is not snapshot:
-            count, size = sum(bool(state.endpoint.agent) for state in snapshot.routable), len(snapshot.routable)
+            count, size = sum(bool(self._agent(s.endpoint)) for s in snapshot.routable), len(snapshot.routable)
             if count and count < COVERED * size and (known is None or not known[1]):
                 log.info("pool %s: %d of %d endpoints have an agent, the others are guessed at", pool.name, count, size)
             known = self._pools[pool.name] = (snapshot, count > 0)
@@ -243,7 +254,7 @@ class Asker:
 
     def peer(self, state: EndpointState, now: float) -> Peer | None:
         """The agent of an endpoint, if it has one whose address is known."""
-        agent = state.endpoint.agent
+        agent = self._agent(state.endpoint)
         if not agent:
             return None
         key = (agent, state.id)
@@ -256,6 +267,14 @@ class Asker:
             peer.resolve_at = now + RESOLVE_S
             _resolve(peer, agent)
         return peer if peer.place is not None else None
+
+    def _agent(self, endpoint: Endpoint) -> str:
+        """The address of who answers for an endpoint: its agent, or the engine itself."""
+        if endpoint.agent or not self._engines:
+            return endpoint.agent
+        engine = engine_of(endpoint.engine)
+        plain = endpoint.protocol == "http" and endpoint.url.startswith("http://") and not endpoint.headers
+        return f"{SCHEME}:{endpoint.id} {engine.name} {endpoint.url}" if plain and engine.read_load else ""
 
     def hashes(self, call: Call) -> tuple[int, ...]:
         """The hashes of the call's prompt that its agents may see: none unless the pool, or this process, opts in."""
@@ -286,7 +305,15 @@ class Asker:
         return line
 
     def _say(self, data: bytes, scheme: str, target: str, timeout: float, deliver: Callable[[bytes], None]) -> None:
-        """Send a message by gRPC."""
+        """Send a message that is no datagram."""
+        if scheme == SCHEME:
+            with _lock:
+                if self._asked_engines is None:
+                    from gpuroute.transports.ask_engines import Engines
+
+                    self._asked_engines = Engines(self.secret)
+            self._asked_engines.say(data, target, deliver)
+            return
         with _lock:
             if self._channels is None:
                 from gpuroute.transports.ask_grpc import Channels
@@ -510,6 +537,9 @@ def _now_ms() -> int:
 
 def _resolve(peer: Peer, agent: str) -> None:
     """Find the place of `udp://host:port/engine`: at once if the host is a number, else without waiting for it."""
+    if agent.startswith(f"{SCHEME}:"):
+        peer.place = Place(RELAY, (SCHEME, agent.removeprefix(f"{SCHEME}:")), 0)
+        return
     parts = urlsplit(agent)
     if not parts.hostname or not parts.port:
         return

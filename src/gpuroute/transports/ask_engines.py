@@ -1,0 +1,131 @@
+"""Asking engines themselves, where there is no agent: a GET of the few that say their load cheaply, as if they had bid.
+
+Fresher than what comes with answers, and dearer than a datagram, so it is opt in (`GPUROUTE_ASKS=engines`), bounded and
+shared: an answer serves all calls of `FRESH_S`, an engine that says nothing useful is left alone for `REST_S`. Two daemon
+threads fetch; nobody waits for them longer than for any other bid. What engines say has no prefix cache and sees no call
+that is still on its way.
+"""
+
+from __future__ import annotations
+
+import http.client
+import queue
+import threading
+import time
+from typing import TYPE_CHECKING, NamedTuple
+from urllib.parse import urlsplit
+
+from gpuroute.core.asking import BidBody, EngineState, Kind, decode_ask, encode_bid, identity_of, open_message
+from gpuroute.engines.catalog import engine_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from gpuroute.core.orca import LoadReport
+
+FRESH_S = 0.1
+REST_S = 60.0
+TIMEOUT_S = 0.5
+WORKERS = 2
+MAX_BODY = 256 * 1024
+
+
+class Waiting(NamedTuple):
+    """An ask that a fetch will answer."""
+
+    data: bytes
+    deliver: Callable[[bytes], None]
+
+
+class Entry:
+    """What is known of one engine. Used under the lock of `Engines`."""
+
+    __slots__ = ("at", "load", "rest_until", "waiting")
+
+    def __init__(self) -> None:
+        self.at = 0.0
+        self.load: LoadReport | None = None
+        self.rest_until = 0.0
+        self.waiting: list[Waiting] = []
+
+
+class Engines:
+    """Asks engines for one process. Safe from any thread; starts its threads at the first ask."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+        self._lock = threading.Lock()
+        self._entries: dict[str, Entry] = {}
+        self._jobs: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._threads = 0
+
+    def say(self, data: bytes, target: str, deliver: Callable[[bytes], None]) -> None:
+        """Answer an ask from the last look at that engine, or when there is a new one. Takes and tells go nowhere."""
+        if data[3] != Kind.ASK:
+            return
+        now = time.monotonic()
+        with self._lock:
+            entry = self._entries.setdefault(target, Entry())
+            fresh = entry.load if now - entry.at <= FRESH_S else None
+            if fresh is None and now >= entry.rest_until:
+                entry.waiting.append(Waiting(data, deliver))
+                if len(entry.waiting) == 1:
+                    self._jobs.put(target)
+                    self._start()
+        if fresh is not None:
+            deliver(self._bid(data, target, fresh))
+
+    def _start(self) -> None:
+        if self._threads < WORKERS:
+            self._threads += 1
+            threading.Thread(target=self._work, name="gpuroute-ask-engines", daemon=True).start()
+
+    def _work(self) -> None:
+        connections: dict[str, http.client.HTTPConnection] = {}
+        while True:
+            target = self._jobs.get()
+            load = _look(target, connections)
+            now = time.monotonic()
+            with self._lock:
+                entry = self._entries[target]
+                waiting, entry.waiting = entry.waiting, []
+                entry.at, entry.load = now, load
+                entry.rest_until = now + REST_S if load is None else 0.0
+            if load is not None:
+                for data, deliver in waiting:
+                    deliver(self._bid(data, target, load))
+
+    def _bid(self, data: bytes, target: str, load: LoadReport) -> bytes:
+        header, body = open_message(data)
+        waiting = int(load.waiting or 0)
+        queued = waiting * decode_ask(body).tokens if load.queued_tokens is None else int(load.queued_tokens)
+        running = load.in_flight if load.running is None else load.running
+        ident = identity_of(target.partition(" ")[0])
+        bid = BidBody(
+            queued, int(running or 0), waiting, load.kv_usage or 0.0, EngineState.READY, None, ident, 0, prefill_us=0
+        )
+        return encode_bid(bid, header.id, header.sent_ms, header.engine, 0, self._secret)
+
+
+def _look(target: str, connections: dict[str, http.client.HTTPConnection]) -> LoadReport | None:
+    """What the engine says now; None if it says nothing. A kept connection that has died is replaced once."""
+    _, name, url = target.split(" ", 2)
+    engine, parts = engine_of(name), urlsplit(url)
+    for _ in range(2):
+        kept = connections.pop(url, None)
+        connection = kept or http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=TIMEOUT_S)
+        try:
+            connection.request("GET", parts.path.rstrip("/") + engine.load)
+            answer = connection.getresponse()
+            body = answer.read(MAX_BODY)
+        except (OSError, http.client.HTTPException):
+            connection.close()
+            if kept is None:
+                return None
+            continue
+        if answer.isclosed() and not answer.will_close:
+            connections[url] = connection
+        else:
+            connection.close()
+        return engine.read_load(body) if answer.status == 200 and engine.read_load else None
+    return None

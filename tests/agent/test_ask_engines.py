@@ -1,0 +1,126 @@
+"""Engines that are asked themselves, where there is no agent."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from agent.stage import AgentThread, call_of, desks, router_of
+
+from gpuroute.core.endpoint import Endpoint
+from gpuroute.transports import ask_engines
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+ENGINES = {"asks": "engines", "ask_timeout": "5s"}
+
+
+class Engine(ThreadingHTTPServer):
+    """Says the load of SGLang (`/v1/loads`), or whatever `body` holds."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.body = b""
+        super().__init__(("127.0.0.1", 0), Answer)
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+
+    def says(self, running: int, waiting: int, tokens: int) -> None:
+        load = {"num_running_reqs": running, "num_waiting_reqs": waiting, "num_waiting_uncached_tokens": tokens}
+        self.body = json.dumps({"loads": [load]}).encode()
+
+    def endpoint(self, name: str, **record: Any) -> Endpoint:
+        return Endpoint(name, f"http://127.0.0.1:{self.server_address[1]}", **{"engine": "sglang", **record})
+
+
+class Answer(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Engine
+
+    def do_GET(self) -> None:
+        self.server.asked += 1
+        self.send_response(200 if self.path == "/v1/loads" else 404)
+        self.send_header("Content-Length", str(len(self.server.body)))
+        self.end_headers()
+        self.wfile.write(self.server.body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def engines() -> Iterator[list[Engine]]:
+    made = [Engine(), Engine()]
+    yield made
+    for engine in made:
+        engine.shutdown()
+        engine.server_close()
+
+
+@pytest.mark.parametrize("how", ["sync", "async"])
+def test_engines_bid_for_themselves(engines: list[Engine], how: str) -> None:
+    engines[0].says(running=3, waiting=9, tokens=80_000)
+    engines[1].says(running=1, waiting=0, tokens=0)
+    router, asker = router_of([engines[0].endpoint("a"), engines[1].endpoint("b")], **ENGINES)
+    call = call_of(router)
+    asking = asker.ask(call) if how == "sync" else asyncio.run(asker.ask_async(call))
+    assert asking.bids
+    for name, queued in (("a", 80_000), ("b", 0)):
+        if name in asking.bids:
+            assert asking.bids[name].queued_tokens == queued
+            assert asking.bids[name].matched_tokens == -1
+    attempt = call.next_attempt(router.clock())
+    asking.take(attempt)
+    asking.tell(attempt, 0.1)
+    if len(asking.bids) == 2:
+        assert attempt.state.id == "b"
+
+
+def test_one_look_serves_many_calls(engines: list[Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ask_engines, "FRESH_S", 60.0)
+    for engine in engines:
+        engine.says(1, 0, 0)
+    router, asker = router_of([engines[0].endpoint("a"), engines[1].endpoint("b")], **ENGINES)
+    for _ in range(20):
+        assert asker.ask(call_of(router)).bids
+    assert [engine.asked for engine in engines] == [1, 1]
+
+
+def test_who_says_nothing_is_left_alone(engines: list[Engine], eventually: Callable[..., None]) -> None:
+    engines[0].body = b"not what was expected"
+    engines[1].says(1, 0, 0)
+    router, asker = router_of([engines[0].endpoint("a"), engines[1].endpoint("b")], **{**ENGINES, "ask_timeout": "200ms"})
+    for _ in range(5):
+        asker.ask(call_of(router))
+    eventually(lambda: engines[1].asked >= 1, "the talkative one was asked")
+    assert engines[0].asked <= 1
+
+
+@pytest.mark.parametrize(
+    "record",
+    [{"engine": "tgi"}, {"headers": {"authorization": "x"}}, {"engine": ""}],
+    ids=["no load", "secret", "unknown"],
+)
+def test_others_are_not_asked(engines: list[Engine], record: dict[str, Any]) -> None:
+    router, asker = router_of([engines[0].endpoint("a", **record), engines[1].endpoint("b", **record)], **ENGINES)
+    assert not asker.covers(router.pool("p"))
+    assert asker.ask(call_of(router)) is None
+
+
+def test_it_is_opt_in_and_agents_come_first(engines: list[Engine]) -> None:
+    for engine in engines:
+        engine.says(1, 0, 0)
+    router, asker = router_of([engines[0].endpoint("a"), engines[1].endpoint("b")], asks="on")
+    assert asker.ask(call_of(router)) is None
+    with AgentThread(desks(1)) as agent:
+        mixed = [agent.endpoints(engines[0].endpoint("x").url)[0], engines[1].endpoint("b")]
+        router, asker = router_of(mixed, **ENGINES)
+        asking = asker.ask(call_of(router))
+        assert asking.bids
+        assert engines[0].asked == 0
