@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from importlib.metadata import version
@@ -63,6 +64,13 @@ def test_a_bad_duration_is_called_one(wrong: str, capsys: pytest.CaptureFixture[
 def test_an_agent_for_an_engine_that_nobody_knows_does_not_start(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["agent", "--engine", "vlm"]) == 2
     assert "gpuroute: --engine='vlm': expected auto or one of " in capsys.readouterr().err
+
+
+def test_a_register_that_is_refused_leaves_signals_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    assert main(["register", "http://a:1", "--registry", "etcd://127.0.0.1:1", "--ttl", "0"]) == 2
+    assert "ttl=0" in capsys.readouterr().err
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before == set()
 
 
 def test_ctrl_c_exits_130(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,8 +71,12 @@ def run(args: argparse.Namespace) -> int:
     config = EtcdConfig.from_url(settings.registry or "", **etcd_options(settings))
     # Blocked and waited for, not handled: a handler's signal is lost when it arrives just before the wait begins.
     ends = {signal.SIGTERM, signal.SIGINT}
-    signal.pthread_sigmask(signal.SIG_BLOCK, ends)
-    registration = Registration(config, args.pool, endpoint, ttl=args.ttl, report=_say)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ends)
+    try:
+        registration = Registration(config, args.pool, endpoint, ttl=args.ttl, report=_say)
+    except BaseException:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)  # who calls `main` may have children, which would inherit it
+        raise
     signal.sigwait(ends)
     registration.close()
     return 0
