@@ -282,7 +282,7 @@ class Driver(Primitives):
         source = reply.stream
         chunks = iter(source)
         body = b""
-        chunk = b""
+        chunk: bytes | None = b""
         while chunk is not None and len(body) < MAX_ERROR_BODY:
             body += chunk
             chunk = next(chunks, None)
@@ -399,7 +399,7 @@ class AsyncDriver(AsyncPrimitives):
         source = reply.stream
         chunks = aiter(source)
         body = b""
-        chunk = b""
+        chunk: bytes | None = b""
         while chunk is not None and len(body) < MAX_ERROR_BODY:
             body += chunk
             chunk = await anext(chunks, None)

@@ -118,7 +118,7 @@ class Link:
         self.pool = pool
         self.endpoint = endpoint
         self.address = address
-        self.gate = gate
+        self.gate: Any = gate  # one of them waits, the other is awaited
         self.idle: list[Connection] = []
         self.departed = False
         port = url.port or (443 if url.scheme == "https" else 80)

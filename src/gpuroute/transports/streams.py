@@ -110,10 +110,10 @@ class Stream(_Delivery):
                 chunk = self._passed(next(self._chunks, None))
             self._source.close()
         except StreamFailed as failure:
-            problem = self._broken(failure)
+            broken = self._broken(failure)
             if failure.before:
                 yield failure.before
-            raise problem from None
+            raise broken from None
         except Exception as error:
             raise self._broken(error) from error
         except BaseException:
@@ -141,10 +141,10 @@ class AsyncStream(_Delivery):
                 chunk = self._passed(await anext(self._chunks, None))
             await self._source.aclose()
         except StreamFailed as failure:
-            problem = self._broken(failure)
+            broken = self._broken(failure)
             if failure.before:
                 yield failure.before
-            raise problem from None
+            raise broken from None
         except Exception as error:
             raise self._broken(error) from error
         except BaseException:
