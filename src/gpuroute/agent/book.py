@@ -1,26 +1,28 @@
 """What an agent believes of its engine between two samples: a virtual queue and a memory of prefixes. Pure.
 
-The queue is the larger of two truths: what the engine said at the last sample, and the takes that were not yet told. A
-`tell` (the client saw its first token) settles a take; silence expires it after `EXPIRE_S` unless the engine's own count
-says that so many are still waiting: longer poisons the queue with calls that were cancelled or went elsewhere, shorter
-forgets a real queue (0.54 against 0.48 s mean TTFT in the headline simulation). A queue drained by a clock drifts by 1.5-2x.
+The queue is what was taken and not yet told, less the progress of the prompt under way (since the last tell, at the
+learned rate, never all of it: a queue drained by a clock alone drifts by 1.5-2x), plus the engine's waiting requests that
+nobody announced. A `tell` (the client saw its first token) settles a take and those long before it; silence expires one
+after `EXPIRE_S` and three times the work there was: a real queue is not forgotten, a lost one does not stay.
 Told times calibrate the prefill rate for all clients, so an engine that is slower than it says is found out by anybody.
 """
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from typing import TYPE_CHECKING, NamedTuple
 
 from gpuroute.core.prefix import BLOCK_TOKENS, DEPTHS
-from gpuroute.core.speed import UNKNOWN_PRIOR, Rate
+from gpuroute.core.speed import TELLING_TOKENS, UNKNOWN_PRIOR, Rate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 EXPIRE_S = 3.0
-LOST_S = 10.0
-IN_PREFILL = 2
+PATIENCE = 3.0  # a take waits for its tell that many times as long as its work and what was ahead should last
+PROGRESS = 0.9  # of the prompt under way, at most: what was not told is not done
+OVERTAKEN_S = 1.0  # more than messages overtake each other on the way
 MAX_ASKS = 20_000
 
 
@@ -88,13 +90,20 @@ class Book:
         self.sample = Sample(0.0)
         self.rate = Rate(prior)
         self.mean_tokens = 0.0
-        self._asks: OrderedDict[int, tuple[float, Sequence[int], int]] = OrderedDict()
+        self._asks: OrderedDict[int, tuple[float, Sequence[int]]] = OrderedDict()
         self._takes: OrderedDict[int, Take] = OrderedDict()
         self._untold = 0
+        self._head_since = 0.0
+        self._strangers = 0
+
+    @property
+    def prefill_s(self) -> float:
+        """Seconds per uncached prompt token, learned."""
+        return math.exp(self.rate.log)
 
     def ask(self, id_: int, tokens: int, hashes: Sequence[int], now: float) -> int:
         """Matched tokens of this prompt; the ask is remembered until its take, for `EXPIRE_S` at most."""
-        self._asks[id_] = (now, hashes, tokens)
+        self._asks[id_] = (now, hashes)
         while len(self._asks) > MAX_ASKS:
             self._asks.popitem(last=False)
         return min(tokens, self.prefixes.matched(hashes))
@@ -106,39 +115,48 @@ class Book:
         ask = self._asks.pop(id_, None)
         if ask is not None and ask[1]:
             self.prefixes.add(ask[1], tokens)
-        self.mean_tokens += (tokens - self.mean_tokens) * (0.02 if self.mean_tokens else 1.0)
-        self._takes[id_] = Take(now, uncached, self.queued_tokens(now))
+        self.mean_tokens += (uncached - self.mean_tokens) * (0.02 if self.mean_tokens else 1.0)
+        ahead = self.queued_tokens(now)
+        if not self._takes:
+            self._head_since = now
+        self._takes[id_] = Take(now, uncached, ahead)
         self._untold += uncached
 
-    def tell(self, id_: int, ttft: float, cached: int | None, now: float) -> None:
-        """Its first token came after `ttft` seconds: settles the take and calibrates the prefill rate."""
-        take = self._takes.pop(id_, None)
+    def tell(self, id_: int, ttft: float, cached: int | None, now: float) -> None:  # noqa: ARG002
+        """Its first token came (`ttft` 0: it ended without one): settles the take and calibrates the prefill rate."""
+        take = self._takes.get(id_)
         if take is None:
             return
-        self._untold -= take.uncached
-        work = take.ahead + take.uncached
-        if work > 0 and ttft > 0 and now - take.at <= 60:
-            self.rate.learn(ttft / work)
-        _ = cached
+        if ttft > 0 and take.uncached > 0 and now > self._head_since and next(iter(self._takes)) == id_:
+            self.rate.learn((now - self._head_since) / take.uncached, min(1.0, take.uncached / TELLING_TOKENS))
+        self._drop(id_, now)
+        # Engines work in order of arrival: who came a second before this one is through, only its tell was lost.
+        while self._takes and next(iter(self._takes.values())).at < take.at - OVERTAKEN_S:
+            self._drop(next(iter(self._takes)), now)
 
     def sampled(self, sample: Sample) -> None:
         """The engine was asked for its own counts."""
         self.sample = sample
+        self._strangers = max(0, sample.waiting - len(self._takes))
 
     def restarted(self) -> None:
         """The engine started anew: nothing of the old one is queued or cached."""
         self.prefixes.clear()
         self._takes.clear()
         self._asks.clear()
-        self._untold = 0
+        self._untold = self._strangers = 0
         self.sample = Sample(self.sample.at)
 
     def queued_tokens(self, now: float) -> int:
         """Prompt tokens ahead of a newcomer."""
         self._expire(now)
-        sample = self.sample
-        said = sample.queued_tokens if sample.queued_tokens >= 0 else int(sample.waiting * self.mean_tokens)
-        return max(said, self._untold)
+        own = float(self._untold)
+        if self._takes:
+            head = next(iter(self._takes.values()))
+            own -= min(PROGRESS * head.uncached, (now - self._head_since) / self.prefill_s)
+        if self.sample.queued_tokens >= 0:
+            return max(self.sample.queued_tokens, int(own))
+        return int(own + self._strangers * self.mean_tokens)
 
     def waiting(self, now: float) -> int:
         """Requests ahead of a newcomer."""
@@ -148,11 +166,13 @@ class Book:
     def _expire(self, now: float) -> None:
         while self._asks and now - next(iter(self._asks.values()))[0] > EXPIRE_S:
             self._asks.popitem(last=False)
-        waiting = self.sample.waiting if now - self.sample.at < EXPIRE_S else 0
-        while self._takes and self._is_lost(next(iter(self._takes.values())), waiting, now):
-            self._untold -= self._takes.popitem(last=False)[1].uncached
+        while self._takes:
+            id_, take = next(iter(self._takes.items()))
+            if now - take.at < EXPIRE_S + PATIENCE * self.prefill_s * (take.ahead + take.uncached):
+                return
+            self._drop(id_, now)
 
-    def _is_lost(self, take: Take, waiting: int, now: float) -> bool:
-        """True if the oldest take is neither in the engine's own queue nor, by its age, in prefill."""
-        age, beyond = now - take.at, len(self._takes) - waiting
-        return (age > EXPIRE_S and beyond > IN_PREFILL) or (age > LOST_S and beyond > 0)
+    def _drop(self, id_: int, now: float) -> None:
+        """A take is settled: the next one is being computed from now on."""
+        self._untold -= self._takes.pop(id_).uncached
+        self._head_since = now

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gpuroute.core.history import prompt_units
+from gpuroute.core.learning import learn_silence
 from gpuroute.core.speed import shrunk
 from gpuroute.errors import ConfigError
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from gpuroute.core.attempt import Attempt
     from gpuroute.core.call import Call
 
-SATURATED = 0.2
+SATURATED = 0.3
 """Share of calls due for a reroute above which there are none: the queues are everywhere."""
 
 
@@ -88,6 +89,8 @@ def second_attempt(call: Call, now: float) -> Attempt | None:
     """Start an attempt beside the live one, paid by the budget of its kind and by the common one; None if not allowed."""
     pool, signals, hedges = call.pool, call.pool.shared.signals, call.hedging.hedge
     if not hedges:
+        last = call.history[-1]
+        learn_silence(last.state, last.started, now)
         pool.late += 0.02 * (1 - pool.late)
         if pool.late > SATURATED:
             signals.hedges_denied += 1

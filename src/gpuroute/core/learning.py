@@ -9,6 +9,8 @@ from gpuroute.core.report import Queue
 from gpuroute.core.speed import TELLING_TOKENS, Rate, shrunk
 from gpuroute.core.trust import Trust, learn_blind
 
+CALM_S = 0.1  # a wait below that is none
+UNHEARD_S = 5.0  # of who was silent for that long nothing is known
 LATENCY_FADE_S = 10.0  # what was slow or failed, and has had no call since, is tried again within some tens of seconds
 WORST = math.log(60.0)  # a failure counts as slower each time, up to this
 
@@ -41,10 +43,23 @@ def learn_first_token(state: EndpointState, uncached: int, queued: float, second
     state.speed.learn(seconds / work, weight)
     cohort.learn(seconds / work, weight)
     wait = max(0.0, seconds - uncached * shrunk(state.speed, cohort))
+    _learn_wait(state, wait, now - seconds, now)
+    speeds.note(state, calm=wait < max(CALM_S, speeds.mean_wait / 2))
+
+
+def learn_silence(state: EndpointState, started: float, now: float) -> None:
+    """A call that began then was moved elsewhere without a first token: the queue there is at least that long."""
+    _learn_wait(state, 2 * (now - started), started, now)
+    state.pool.speeds.note(state, calm=False)
+
+
+def _learn_wait(state: EndpointState, wait: float, started: float, now: float) -> None:
     if state.queue is None:
         state.queue = Queue()
+    # Only a blind choice shows what waits where nothing is known: those to calm endpoints would make it look short.
+    if started - state.queue.at > UNHEARD_S:
+        state.pool.speeds.waited(wait)
     state.queue.learn(wait, now)
-    speeds.waited(wait)
 
 
 def learn_latency(state: EndpointState, seconds: float, now: float, *, failed: bool) -> None:
@@ -64,3 +79,4 @@ def learn_bid(state: EndpointState, bid: Report, mean_tokens: float) -> None:
     speeds.backlog += 0.02 * (queued - speeds.backlog)
     if state.report is None or bid.at >= state.report.at:
         state.report = bid
+        speeds.note(state, calm=not bid.waiting)

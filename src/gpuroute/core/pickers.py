@@ -24,7 +24,7 @@ INF = math.inf
 LOAD_FACTOR = 1.25  # consistent hashing with bounded loads (Mirrokni et al. 2018) at the c that Google and Vimeo use
 MAX_WALK = 32  # when most are closed or full, a longer walk costs more than two random choices lose
 LOAD_FLOOR = 2.0  # below that many above the mean it is noise: without a floor every second call would spill
-HOME_DEPTHS = 3  # homes are those of 1, 2 or 8 KiB of prompt: deeper keys are unique to one conversation
+HOME_DEPTHS = 4  # homes are those of 1, 2, 4 or 8 KiB of prompt: deeper keys are unique to one conversation
 
 
 class Cost(Protocol):

@@ -90,7 +90,7 @@ class Pool:
         self.lock = make_lock()
         self.budget = Budget(rules.budget_ratio, rules.budget_floor)
         self.hedges = Budget(rules.hedge.hedge_share, floor=0.1)
-        self.reroutes = Budget(rules.hedge.reroute_share, floor=0.1)
+        self.reroutes = Budget(rules.hedge.reroute_share, floor=0.0, window=60.0)  # 10 s of a quiet client pay for none
         self.outliers = Outliers(rules.outliers, now)
         self.late = 0.0  # moving share of calls that were due for a reroute
         self.mean_tokens = 0.0

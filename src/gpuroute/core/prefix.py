@@ -31,7 +31,7 @@ BLOCK_BYTES = 1024
 BLOCK_TOKENS = BLOCK_BYTES // 4
 """Tokens in one block, at the usual four bytes of text for one token."""
 
-DEPTHS = (1, 2, 8, 32, 128)
+DEPTHS = (1, 2, 4, 8, 16, 32, 64, 128)
 """Depths, in blocks, at which a prompt's homes are looked up."""
 
 MAX_BYTES = BLOCK_BYTES * DEPTHS[-1]

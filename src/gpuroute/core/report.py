@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from gpuroute.core.attempt import Attempt
 
-FADE_S = 1.0  # at 80 % load a queue forgets itself in about a second: measured in the simulator
+FADE_S = 10.0  # a queue behind a full KV cache lasts as long as an answer: some ten seconds, not one
 MAX_AGE_S = 10.0
 
 
@@ -21,6 +21,7 @@ class Report(NamedTuple):
     """Server truth. `queued_tokens`: prompt tokens waiting for prefill; -1 where the server only counts requests.
 
     `matched_tokens`: of the prompt that was asked about, -1 if unknown. `epoch` changes when the engine restarts.
+    `prefill_s`: seconds per prompt token that the agent has learned, 0 if it did not say.
     """
 
     at: float
@@ -31,6 +32,7 @@ class Report(NamedTuple):
     matched_tokens: int = -1
     epoch: int = 0
     source: str = ""
+    prefill_s: float = 0.0
 
     def queue_tokens(self, mean_tokens: float) -> float:
         """Prompt tokens ahead of a newcomer, from requests if the server does not count tokens."""
@@ -53,12 +55,20 @@ class Queue:
 
     def expected(self, now: float, mean: float) -> float:
         """Seconds of waiting expected now."""
-        age = now - self.at
-        if age > MAX_AGE_S:
-            return mean
-        return mean + (self.seconds - mean) * math.exp(-age / FADE_S)
+        return faded(self.seconds, now - self.at, mean)
 
 
-def own_tokens(attempts: set[Attempt], since: float) -> int:
-    """Uncached prompt tokens that this process sent after `since` and that have had no first token yet."""
-    return sum(attempt.uncached for attempt in tuple(attempts) if attempt.first is None and attempt.started > since)
+def faded(seconds: float, age: float, mean: float) -> float:
+    """What an observation of that age says of now: its distance from the mean shrinks; past `MAX_AGE_S` it is absent."""
+    return mean if age > MAX_AGE_S else mean + (seconds - mean) * math.exp(-age / FADE_S)
+
+
+def own_work(attempts: set[Attempt], since: float, now: float) -> tuple[int, float]:
+    """What this process has sent and had no first token of: uncached tokens since that moment, and the oldest's age."""
+    tokens, age = 0, 0.0
+    for attempt in tuple(attempts):
+        if attempt.first is None:
+            age = max(age, now - attempt.started)
+            if attempt.started > since:
+                tokens += attempt.uncached
+    return tokens, age

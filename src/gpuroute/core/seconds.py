@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from gpuroute.core.candidates import NOTHING_ASKED, Ask, TwoRandom
 from gpuroute.core.pickers import Kit, first_admitted
 from gpuroute.core.prefix import BLOCK_TOKENS, DEPTHS
-from gpuroute.core.report import own_tokens
+from gpuroute.core.report import faded, own_work
 from gpuroute.core.speed import Speeds, shrunk
 from gpuroute.core.trust import DOUBT_S, blind_queue, overdue
 
@@ -28,26 +29,37 @@ if TYPE_CHECKING:
 
 INF = math.inf
 DEFAULT_TOKENS = 256  # a prompt of unknown length
+BLIND_NEIGHBOUR_S = 0.0002  # per own call in flight: breaks ties
+HOME_RUNG = 3  # a home is worth up to 2,048 tokens of its prefix
+MOST = 6  # candidates that are asked: more gain nothing
+SOME = 64  # endpoints that are looked at for an agent
 SESSION_TOKENS = 2_048  # the same, of a caller who named a session because it matters
 
 
 @dataclass(frozen=True, slots=True)
 class SecondsRules:
-    """Constants of the cost; from our simulator (docs/simulation.md), starting values from the design's yardstick.
+    """Constants of the cost; found in our simulator (docs/simulation.md).
 
-    Blind = without a bid. `neighbour_s`: seconds per running sequence; `failure_s` fades over `failure_fade_s`.
+    Blind = without a bid. `kv_slope`: by how much prefill is slower beside the decodes of a full KV cache; where KV use
+    is not known, `running_slope` is that per running sequence. Rungs: which hashes of the ladder have homes, and how
+    many. `failure_s` fades over `failure_fade_s`.
     """
 
     alpha_max: float = 30.0
-    alpha_tokens: float = 3_000.0
+    alpha_tokens: float = 20_000.0
     blind_alpha: float = 3.0
     blind_hit: float = 0.35
     home_discount: float = 0.3
     home_discount_max: float = 3.0
     home_tokens: float = 30_000.0
-    neighbour_s: float = 0.0002
+    kv_slope: float = 0.45
+    running_slope: float = 0.012
+    neighbour_s: float = 0.002
     failure_s: float = 1.0
     failure_fade_s: float = 5.0
+    ask_rungs: tuple[tuple[int, int], ...] = ((2, 2), (4, 2))
+    blind_rungs: tuple[tuple[int, int], ...] = ((2, 1),)
+    calm: int = 4
 
 
 class Soonest:
@@ -62,13 +74,16 @@ class Soonest:
         self._two = TwoRandom(kit.states, kit.random)
         self._ring = kit.ring() if homes else None
         self.ring = self._ring
+        self._asks = any(state.endpoint.agent for state in kit.states[:SOME])
 
     def candidates(self, ask: Ask) -> Sequence[EndpointState]:
-        """At most six: last placement, two homes of up to 2,048 tokens, one of 8,192, two random. Drawn once per call."""
+        """A handful, drawn once per call. With agents at most six: last placement, homes of 1,024 and of 4,096 tokens
+        (two each), random ones. Without: last placement, one home, four that were calm lately, two random."""
         if ask.candidates is None or ask.drawn_by is not self:  # of an older view: some may have left since
             found: dict[EndpointState, str] = {}
             for state, why in self._sources(ask):
-                found.setdefault(state, why)
+                if len(found) < MOST or not self._asks:
+                    found.setdefault(state, why)
             ask.candidates, ask.drawn_by = found, self
         return tuple(ask.candidates)
 
@@ -112,19 +127,23 @@ class Soonest:
         rules, speeds = self.rules, state.pool.speeds
         rate = shrunk(state.speed, speeds.cohort(state.endpoint))
         bid = ask.bids.get(state.id)
+        if bid is not None:
+            rate *= 1 + (rules.kv_slope * bid.kv_usage or rules.running_slope * bid.running)
         uncached = self.uncached(state, ask) * rate
         if bid is not None:
             late = self._late(state, ask)
-            backlog = bid.queue_tokens(ask.mean_tokens) * rate + bid.running * rules.neighbour_s + late
+            backlog = bid.queue_tokens(ask.mean_tokens) * rate + late
+            if not bid.kv_usage:
+                backlog += bid.running * rules.neighbour_s
             if late > DOUBT_S:
                 backlog += speeds.backlog * rate
-            alpha = min(rules.alpha_max, 1 + speeds.backlog / rules.alpha_tokens)
+            alpha = self._alpha(speeds)
         else:
             backlog = self._blind_backlog(state, ask, rate, speeds)
             alpha = rules.blind_alpha
             if ask.bids:
                 backlog = max(backlog, blind_queue(speeds, rate))
-                alpha = min(rules.alpha_max, 1 + speeds.backlog / rules.alpha_tokens)
+                alpha = self._alpha(speeds)
             if ask.candidates and ask.candidates.get(state) == "home":
                 uncached *= 1 - rules.blind_hit  # others were sent here for the same prefix
         seconds = backlog + alpha * uncached - self._home_discount(state, ask, rate, speeds)
@@ -133,38 +152,58 @@ class Soonest:
         # A ramp or a low weight makes waiting dearer; a home that is cheaper than free stays what it is.
         return seconds * state.inverse_weight if seconds > 0 else seconds
 
+    def _alpha(self, speeds: Speeds) -> float:
+        """What a token of prefill costs in all: itself, and in a backlog those who wait behind it."""
+        return min(self.rules.alpha_max, 1 + speeds.backlog / self.rules.alpha_tokens)
+
     def _late(self, state: EndpointState, ask: Ask) -> float:
         """Seconds by which this endpoint breaks its promises."""
         trust = state.trust
         return max(0.0 if trust is None else trust.lateness(ask.now), overdue(tuple(state.in_flight), ask.now))
 
     def _blind_backlog(self, state: EndpointState, ask: Ask, rate: float, speeds: Speeds) -> float:
-        queue = state.queue
-        wait = speeds.mean_wait if queue is None else queue.expected(ask.now, speeds.mean_wait)
-        own = own_tokens(state.in_flight, -INF if queue is None else queue.at)
-        return wait + own * rate + len(state.in_flight) * self.rules.neighbour_s
+        """Seconds of waiting by what was last seen or reported here, and by what this process has sent since."""
+        queue, report, mean = state.queue, state.report, speeds.mean_wait
+        since = -INF if queue is None else queue.at
+        if report is not None and report.at > since:
+            since = report.at
+            wait = faded(report.queue_tokens(ask.mean_tokens) * rate, ask.now - since, mean)
+        else:
+            wait = mean if queue is None else queue.expected(ask.now, mean)
+        tokens, age = own_work(state.in_flight, since, ask.now)
+        return max(wait + tokens * rate, age) + len(state.in_flight) * BLIND_NEIGHBOUR_S
 
     def _home_discount(self, state: EndpointState, ask: Ask, rate: float, speeds: Speeds) -> float:
         if not ask.candidates or ask.candidates.get(state) != "home":
             return 0.0
         rules = self.rules
         share = min(rules.home_discount_max, rules.home_discount + speeds.backlog / rules.home_tokens)
-        depth = min(len(ask.ladder), 3) or 1  # a session without a known prompt: the least
+        depth = min(len(ask.ladder), HOME_RUNG + 1) or 1  # a session without a known prompt: the least
         return share * DEPTHS[depth - 1] * BLOCK_TOKENS * rate
 
     def _sources(self, ask: Ask) -> Iterable[tuple[EndpointState, str]]:
-        by_id, ladder, keys = self._kit.by_id, ask.ladder, ask.keys()
+        by_id, keys = self._kit.by_id, ask.keys()
         if self._ring is not None and keys:
             placed = self._kit.placements.deepest(keys)
             if placed in by_id:
                 yield by_id[placed], "placed before"
-            home = ladder[min(len(ladder), 3) - 1] if ask.key is None else ask.key
-            for owner, _ in zip(self._ring.homes(home), range(2), strict=False):
-                yield by_id[owner], "home"
-            if len(ladder) > 3:
-                yield by_id[self._ring.home(ladder[3])], "home"
+            for key, count in self._home_keys(ask):
+                for owner, _ in zip(self._ring.homes(key), range(count), strict=False):
+                    yield by_id[owner], "home"
+        if not self._asks and self._kit.states:
+            calm = (state for state in self._kit.states[0].pool.speeds.calm() if by_id.get(state.id) is state)
+            for state in islice(calm, self.rules.calm):
+                yield state, "calm"
         for state in self._two(ask):
             yield state, "random"
+
+    def _home_keys(self, ask: Ask) -> Iterable[tuple[int, int]]:
+        """Ring positions, and how many homes of each."""
+        if ask.key is not None:
+            yield ask.key, 2
+            return
+        ladder, rungs = ask.ladder, self.rules.ask_rungs if self._asks else self.rules.blind_rungs
+        yield from {ladder[min(len(ladder) - 1, rung)]: count for rung, count in rungs}.items()
 
     def _remembered(self, state: EndpointState, ask: Ask) -> int:
         """Tokens of this prompt's longest prefix that this process has placed there."""

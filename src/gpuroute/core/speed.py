@@ -11,7 +11,10 @@ import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from gpuroute.core.endpoint import Endpoint
+    from gpuroute.core.state import EndpointState
 
 # Seconds per prompt token of an 8B model in BF16, from public kernel measurements (docs/simulation.md).
 PREFILL_PRIOR = {
@@ -24,6 +27,7 @@ PREFILL_PRIOR = {
 }
 UNKNOWN_PRIOR = 50e-6
 TELLING_TOKENS = 4_000  # less work than this is mostly the engine's step time, so it says less about the rate
+CALM = 16  # endpoints remembered as calm
 SHRINK = 20.0  # samples at which own experience weighs as much as the cohort's
 
 
@@ -44,11 +48,15 @@ class Rate:
 
 
 class Speeds:
-    """The prefill rates of one pool by cohort, and the mean of the waits seen. Not locked: single stores of floats."""
+    """What one pool has learned: prefill rates by cohort, what a wait is where nothing is known, and who was calm lately.
 
-    __slots__ = ("_cohorts", "backlog", "blind_wait", "mean_wait")
+    Not locked: single stores of floats and single steps of a dict.
+    """
+
+    __slots__ = ("_calm", "_cohorts", "backlog", "blind_wait", "mean_wait")
 
     def __init__(self) -> None:
+        self._calm: dict[EndpointState, None] = {}
         self._cohorts: dict[tuple[str, str], Rate] = {}
         self.mean_wait = 0.0
         self.backlog = 0.0  # moving mean of queued tokens in bids
@@ -62,8 +70,20 @@ class Speeds:
             rate = self._cohorts[key] = Rate(PREFILL_PRIOR.get(endpoint.gpu.kind, UNKNOWN_PRIOR))
         return rate
 
+    def note(self, state: EndpointState, *, calm: bool) -> None:
+        """This endpoint answered without a wait, or not."""
+        self._calm.pop(state, None)
+        if calm:
+            self._calm[state] = None
+            if len(self._calm) > CALM:
+                self._calm.pop(next(iter(tuple(self._calm))), None)
+
+    def calm(self) -> Iterator[EndpointState]:
+        """Endpoints that answered without a wait when they were last heard of, the latest first."""
+        return reversed(tuple(self._calm))
+
     def waited(self, seconds: float) -> None:
-        """One observed wait in a queue, in seconds."""
+        """One wait at an endpoint of which nothing was known, in seconds."""
         self.mean_wait += 0.02 * (seconds - self.mean_wait)
 
 

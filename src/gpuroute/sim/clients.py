@@ -8,6 +8,7 @@ immutable and every client would compute the same one.
 
 from __future__ import annotations
 
+from math import inf
 from random import Random
 from struct import pack
 from typing import TYPE_CHECKING, Final
@@ -17,12 +18,14 @@ from xxhash import xxh3_64_intdigest
 from gpuroute.core.call import Call
 from gpuroute.core.candidates import Ask
 from gpuroute.core.fleet import PoolSpec
+from gpuroute.core.hedge import HedgeRules
 from gpuroute.core.learning import learn_bid
 from gpuroute.core.outcome import Outcome
 from gpuroute.core.pool import Pool, PoolRules
 from gpuroute.core.prefix import BLOCK_TOKENS, DEPTHS
 from gpuroute.core.report import Report
 from gpuroute.core.seconds import Soonest
+from gpuroute.core.watchdog import WatchdogRules
 from gpuroute.errors import DeadlineExceeded, NoEndpointAvailable
 
 from .agents import Agents
@@ -166,7 +169,7 @@ class CoreClient:
             self._sim.give_up(flight)
 
     def fleet_changed(self, states: Sequence[str | None], now: float) -> None:
-        self.pool.update(spec_of(self._sim.servers, states), self.pool.rules, now)
+        self.pool.update(spec_of(self._sim.servers, states, asks=self._agents is not None), self.pool.rules, now)
 
     def _attempt(self, flight: Flight) -> None:
         sim, call = self._sim, flight.call
@@ -182,12 +185,33 @@ class CoreClient:
         except (NoEndpointAvailable, DeadlineExceeded):
             sim.give_up(flight)
             return
-        flight.extra = attempt
         index = index_of(attempt.state)
         if self._agents is not None:
             message = (index, flight.number, attempt.uncached, attempt.tokens)
             sim.at(sim.now + self._reports.delay, self._agents.take, message)
+        self._send(flight, attempt)
+
+    def _send(self, flight: Flight, attempt: Attempt) -> None:
+        sim, call, index = self._sim, flight.call, index_of(attempt.state)
+        assert isinstance(call, Call)
+        flight.extra = attempt
         sim.send(flight, index, cold=self._is_cold(index))
+        if (due := call.hedge_after(attempt)) < inf:
+            sim.at(sim.now + due, self._overdue, (flight, attempt))
+
+    def _overdue(self, what: tuple[Flight, Attempt]) -> None:
+        """No first token yet: the call leaves that queue for another, if the budget allows."""
+        flight, attempt = what
+        sim, call = self._sim, flight.call
+        assert isinstance(call, Call)
+        if not flight.live or attempt.first is not None or attempt.outcome is not None:
+            return
+        other = call.hedge(sim.now)
+        if other is None:
+            return
+        sim.abandon(flight)
+        attempt.finish(Outcome.CANCELLED, sim.now)
+        self._send(flight, other)
 
     def _is_cold(self, index: int) -> bool:
         warm = self._warm
@@ -197,21 +221,25 @@ class CoreClient:
         return True
 
 
-def spec_of(servers: Sequence[Server], states: Sequence[str | None]) -> PoolSpec:
+def spec_of(servers: Sequence[Server], states: Sequence[str | None], *, asks: bool = False) -> PoolSpec:
     """The pool as the registry lists it."""
     listed = zip(servers, states, strict=True)
-    return PoolSpec(POOL, tuple(server.endpoint(state) for server, state in listed if state is not None))
+    agent = "udp://127.0.0.1:7711" if asks else ""
+    return PoolSpec(POOL, tuple(server.endpoint(state, agent) for server, state in listed if state is not None))
 
 
 def core_clients(
-    sim: Simulation, count: int, policy: str, seed: int, *, reports: Reports | None = None
+    sim: Simulation, count: int, policy: str, seed: int, *, reports: Reports | None = None, reroute: bool = True
 ) -> list[CoreClient]:
     """`count` processes with that policy. Raises ConfigError for an unknown one."""
-    spec = spec_of(sim.servers, sim.start_view())
-    rules = PoolRules(policy=policy)
     reports = reports or Reports()
+    asks = reports.channel in {"engine", "agent"}
+    spec = spec_of(sim.servers, sim.start_view(), asks=asks)
+    # The watchdog lives on the bytes of streams, which are no events here: it would take every decode for silence.
+    hedge = HedgeRules(reroute=reroute and policy == "auto" and not asks)
+    rules = PoolRules(policy=policy, hedge=hedge, watchdog=WatchdogRules(enabled=False))
     piggyback = Piggyback(reports, seed) if reports.channel == "piggyback" else None
-    agents = Agents(sim, reports) if reports.channel in {"engine", "agent"} else None
+    agents = Agents(sim, reports) if asks else None
     clients: list[CoreClient] = []
     ring: Ring | None = None
     for number in range(count):

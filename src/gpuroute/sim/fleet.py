@@ -110,7 +110,7 @@ class Server:
         decoding = gpu.decoding if isinstance(gpu, Gpu) else 0
         return Load(now, gpu.running, gpu.waiting, gpu.queued_tokens, gpu.kv_usage, decoding)
 
-    def endpoint(self, state: str = "ready") -> Endpoint:
+    def endpoint(self, state: str = "ready", agent: str = "") -> Endpoint:
         """Its registry record."""
         return Endpoint(
             id=f"gpu-{self.index}",
@@ -119,6 +119,7 @@ class Server:
             model=MODEL,
             gpu=GpuLabel(kind=self.kind),
             state=state,  # type: ignore[arg-type]
+            agent=agent,
         )
 
 
