@@ -123,6 +123,8 @@ def test_a_call_that_still_queues_is_rerouted(
 ) -> None:
     slow, quick = gpus(2)
     client = call(kind, vllm([slow, quick]), reroute=True)
+    for _ in range(16):  # a tenth of calls may be moved, so one needs ten
+        client.post(TEXT, json=ask(1))
     patient(client)
     slow.hang()
     started = time.monotonic()

@@ -172,3 +172,18 @@ def test_what_waits_decides_how_long_silence_is_usual(
     assert watchdog.suspects(state, now + 8)
     whole.finish(Outcome.SUCCESS, now + 8)
     assert state.silent_since is None
+
+
+def test_who_waits_at_an_endpoint_that_is_found_to_hang_waits_no_longer(
+    gpus: Callable[..., list[GpuServer]], call: Callable[..., Caller], kind: str
+) -> None:
+    servers = gpus(2)
+    client = call(kind, vllm(servers))
+    experienced(client)
+    pool = client.router.pool("llama")
+    servers[0].hang()
+    pool.snapshot.states[0].stalls = 2.0  # as two streams have found out meanwhile
+    started = time.monotonic()
+    assert client.post(TEXT, json=ask(stream=False)).status_code == 200
+    assert time.monotonic() - started < 2  # and not the 5 s of a whole answer
+    assert servers[0].state()["received"] == 1

@@ -174,6 +174,8 @@ class Call:
         pool = self.pool
         rules = pool.rules.watchdog
         usual = rules.first_byte(attempt, len(pool.snapshot.routable))
+        if attempt.state.stalls >= rules.eject_after:  # it hangs: whoever else waits there need not wait longer
+            usual = min(usual, rules.first_floor_s)
         if usual != INF and self.deadline != INF:
             usual = min(usual, rules.within(attempt, self.deadline - attempt.started))
         return usual if usual == INF or can_move(self, attempt.started + usual) else LAST_PATIENCE * usual

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 STAY = "gpuroute-endpoint="
 LEAVE = "gpuroute-leave"
+ASK_AGAIN_S = 0.5
+"""While an endpoint is silent, others may find out that it hangs."""
 MAX_GATHERED = 1024 * 1024
 """Bytes of an answer in one piece that are read before it is handed out."""
 SHOULD_RETRY = b"x-should-retry"
@@ -210,7 +212,7 @@ class Trip:
         usual = call.patience(attempt) if attempt.first is None else call.gap_patience(attempt)
         left = usual - (self.settled.clock() - attempt.last)
         self.silent = left <= 0
-        return left
+        return min(left, ASK_AGAIN_S)
 
     def may_resend(self, error: Exception) -> bool:
         """True if a kept-alive connection died without a word: the server had closed it while the request was on its way.
