@@ -283,21 +283,28 @@ def test_auto_asks_only_where_it_pays() -> None:
         assert asker.ask(call_of(router, 50_000)) is not None
 
 
+class Listening(Desk):
+    """A desk that writes down the hashes that it is asked about."""
+
+    def __init__(self, seen: set[tuple[int, ...]]) -> None:
+        super().__init__("gpu-0")
+        self.seen = seen
+
+    def bid(self, id_: int, tokens: int, hashes: tuple[int, ...], now: float) -> object:
+        self.seen.add(hashes)
+        return super().bid(id_, tokens, hashes, now)
+
+
 def test_hashes_are_sent_only_where_the_pool_opts_in_and_differ_between_tenants() -> None:
-    seen: list[tuple[int, ...]] = []
     by_setting: list[set[tuple[int, ...]]] = []
-    desk = Desk("gpu-0")
-    bid = desk.bid
-    desk.bid = lambda id_, tokens, hashes, now: seen.append(hashes) or bid(id_, tokens, hashes, now)
-    with AgentThread([desk, Desk("gpu-1")]) as agent:
-        ladder = (1, 2, 3)
-        opted = {"ask_hashes": True}
-        for settings in ({}, opted, {**opted, "tenant": "a"}, {**opted, "tenant": "b"}):
+    ladder, opted = (1, 2, 3), {"ask_hashes": True}
+    for settings in ({}, opted, {**opted, "tenant": "a"}, {**opted, "tenant": "b"}):
+        seen: set[tuple[int, ...]] = set()  # an ask may be sent again, so a set
+        with AgentThread([Listening(seen), Desk("gpu-1")]) as agent:
             router, asker = router_of(agent.endpoints(), **settings)
             asking = asker.ask(call_of(router, ladder=ladder))
             _wait(lambda asking=asking: len(asking.bids) == 2, asker, "sync")
-            by_setting.append(set(seen))  # an ask may have been sent again
-            seen.clear()
+        by_setting.append(seen)
     assert by_setting[:2] == [{()}, {ladder}]
     (first,), (second,) = by_setting[2:]
     assert len({ladder, first, second}) == 3

@@ -435,8 +435,8 @@ class Asking:
         if not ready:
             self._real_queue[state.id] = queue
             queue += NOT_READY_TOKENS
-        source_name = SOURCES[bid.state]
-        report = Report(asker.clock(), bid.running, bid.waiting, queue, bid.kv_usage, matched, bid.epoch, source_name)
+        said = bid.running, bid.waiting, queue, bid.kv_usage, matched, bid.epoch
+        report = Report(asker.clock(), *said, SOURCES[bid.state], bid.prefill_us / 1e9)
         self.bids[state.id] = report
         if ready:
             learn_bid(state, report, self._call.pool.mean_tokens)
