@@ -694,3 +694,14 @@ def test_a_forked_child_starts_afresh_whatever_its_parent_held() -> None:
     assert one["picks"] != two["picks"]  # 50^-12 by chance
     assert result["parent"] == 10
     assert result["forks"] == 0
+
+
+def test_clients_say_that_they_take_a_router() -> None:
+    import gpuroute.grpc
+    import gpuroute.httpx2
+
+    for make in (gpuroute.httpx2.Client, gpuroute.httpx2.AsyncClient, gpuroute.httpx2.Transport):
+        with pytest.raises(ConfigError, match=r"expected a gpuroute\.Router, got str"):
+            make("http://llama")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"expected a gpuroute\.Router, got str"):
+        gpuroute.grpc.channel("llama", "pool")  # type: ignore[arg-type]

@@ -466,6 +466,12 @@ def _serves(endpoint: Endpoint, model: str) -> bool:
     return model == endpoint.model or model in endpoint.adapters
 
 
+def check_router(value: object) -> None:
+    """Raise ConfigError unless this is a Router: clients take one where others take a URL."""
+    if not isinstance(value, Router):
+        raise ConfigError(f"expected a gpuroute.Router, got {type(value).__name__}: Router(registry=...) makes one")
+
+
 def _reset_after_fork() -> None:
     for router in tuple(_ROUTERS):
         router.after_fork()

@@ -58,11 +58,11 @@ class RoutedAioChannel(grpc.aio.Channel):
         replay: str = "unavailable",
         idle_timeout: float = 300.0,
     ) -> None:
+        self._hub = Hub(router, pool, prompt, replay)
         settings = router.settings
         ours = channel_options(
             options, connect_timeout=settings.connect_timeout, idle=idle_timeout, trust_env=settings.trust_env
         )
-        self._hub = Hub(router, pool, prompt, replay)
         self._idle = idle_timeout
         self._intercepted = bool(interceptors)
         how = {"interceptors": tuple(interceptors)} if interceptors else {}

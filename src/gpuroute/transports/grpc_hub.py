@@ -12,6 +12,7 @@ from gpuroute.core.endpoint import Endpoint
 from gpuroute.core.prefix import Prompt, ladder
 from gpuroute.errors import ConfigError
 from gpuroute.observe import watch
+from gpuroute.router import check_router
 from gpuroute.transports.asking import asker_of
 from gpuroute.transports.bodies import NO_OPTIONS, Options, read_options
 from gpuroute.transports.grpc_rpc import Rpc
@@ -86,6 +87,7 @@ class Hub:
     def __init__(self, router: Router, pool: str, prompt: ReadPrompt | None, replay: str) -> None:
         if replay not in REPLAY:
             raise ConfigError(f"replay={replay!r}: expected one of {', '.join(REPLAY)}")
+        check_router(router)
         settings = router.settings
         self.router = router
         self.pool = pool

@@ -51,11 +51,11 @@ class RoutedChannel(grpc.Channel):
         replay: str = "unavailable",
         idle_timeout: float = 300.0,
     ) -> None:
+        self._hub = Hub(router, pool, prompt, replay)
         settings = router.settings
         ours = channel_options(
             options, connect_timeout=settings.connect_timeout, idle=idle_timeout, trust_env=settings.trust_env
         )
-        self._hub = Hub(router, pool, prompt, replay)
         dialer = Dialer(grpc.insecure_channel, grpc.secure_channel, ours, credentials, compression)
         self._peers = Peers(dialer, _close_aside, idle_timeout)
         self._connectivity = Connectivity(self._hub, self._peers)

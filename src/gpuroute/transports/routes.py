@@ -21,6 +21,7 @@ from gpuroute.core.watchdog import WatchdogRules
 from gpuroute.engines.prompts import read_prompt
 from gpuroute.errors import DeadlineExceeded, NoEndpointAvailable, RegistryUnavailable, UnknownPool
 from gpuroute.observe import observer, watch
+from gpuroute.router import check_router
 from gpuroute.transports.asking import asker_of
 from gpuroute.transports.bodies import Outgoing, model_of
 from gpuroute.transports.continuation import seam_of
@@ -107,6 +108,7 @@ class Routes:
         socket_options: Iterable[SocketOption] | None = None,
         plain: Any = None,
     ) -> None:
+        check_router(router)
         settings = router.settings
         self.router = router
         self.pool_name = pool
