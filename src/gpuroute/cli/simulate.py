@@ -94,6 +94,12 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     add("--plot", metavar="FILE", help="PNG or SVG; needs gpuroute[plot]")
     add("--slo", default="2,0.1", metavar="TTFT,TPOT", help="seconds; what goodput counts")
     add("--quiet", action="store_true", help="no progress bar")
+    add(
+        "--suite",
+        choices=["headline"],
+        help="all claims of docs/simulation.md, each against its bar (--jobs 2: half an hour)",
+    )
+    add("--only", default="", metavar="CASES", help="of the suite, only these cases, comma-separated")
     add("--validate", action="store_true", help="replay recorded vLLM runs on the step model and print the errors")
 
 
@@ -101,6 +107,8 @@ def run(args: argparse.Namespace) -> int:
     """Run the sweep that `args` describe."""
     if args.validate:
         return _validate(args)
+    if args.suite:
+        return _suite(args)
     from gpuroute.sim.run import sweep
 
     names = [name.strip() for name in args.policy.split(",") if name.strip()]
@@ -115,6 +123,35 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(str(error)) from None
     _show(args, results, scenario)
     return 0 if len(results) == len(names) * len(seeds) else 130
+
+
+def _suite(args: argparse.Namespace) -> int:
+    """Run the cases of a suite and hold their figures against the bars; 1 if a bar is missed."""
+    from gpuroute.sim import output
+    from gpuroute.sim.run import sweep
+    from gpuroute.sim.suite import CASES, SUITES, cases_of, judged
+
+    parser = argparse.ArgumentParser()
+    _add_scenario(parser)
+    _add_trouble(parser)
+    _add_output(parser)
+    rows, found = SUITES[args.suite], {}
+    cases = [case for case in cases_of(rows) if not args.only or case in args.only.split(",")]
+    seeds = range(args.seed, args.seed + args.seeds)
+    try:
+        for case in cases:
+            its = parser.parse_args(CASES[case].split())
+            found[case] = sweep(_scenario(its), its.policy.split(","), seeds, jobs=args.jobs)
+            if not args.quiet:
+                print(f"{case}: gpuroute simulate {CASES[case]}", file=sys.stderr, flush=True)
+    except KeyboardInterrupt:
+        print("interrupted: what is done", file=sys.stderr)
+    table = judged(rows, found)
+    if args.json:
+        _write(args.json, json.dumps(table, indent=1) + "\n")
+    if args.json != "-":
+        output.print_claims(table)
+    return 1 if any(row["met"] is False for row in table) else 0
 
 
 def _scenario(args: argparse.Namespace) -> Scenario:

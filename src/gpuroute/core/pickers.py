@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 from gpuroute.core.candidates import Ask, Candidates, TwoRandom
 from gpuroute.core.learning import LATENCY_FADE_S
 from gpuroute.core.placement import Placements
+from gpuroute.core.report import MAX_AGE_S
 from gpuroute.core.ring import Ring
 
 if TYPE_CHECKING:
@@ -88,10 +89,10 @@ def peak_ewma(state: EndpointState, ask: Ask) -> float:  # noqa: ARG001
     return state.latency + state.latency_at / LATENCY_FADE_S + math.log(len(state.in_flight) + 1)
 
 
-def queue_depth(state: EndpointState, ask: Ask) -> float:  # noqa: ARG001
-    """Requests at the endpoint by its last report, plus own attempts since; own attempts alone without one."""
+def queue_depth(state: EndpointState, ask: Ask) -> float:
+    """Requests at the endpoint by its last report, plus own attempts since; own attempts alone without a fresh one."""
     report = state.report
-    if report is None:
+    if report is None or ask.now - report.at > MAX_AGE_S:
         return len(state.in_flight) * state.inverse_weight
     since = sum(attempt.started > report.at for attempt in tuple(state.in_flight))
     return (report.running + report.waiting + since) * state.inverse_weight

@@ -194,8 +194,9 @@ class Soonest:
             calm = (state for state in self._kit.states[0].pool.speeds.calm() if by_id.get(state.id) is state)
             for state in islice(calm, self.rules.calm):
                 yield state, "calm"
-        for state in self._two(ask):
-            yield state, "random"
+        for _ in range(1 if keys or not self._asks else 2):  # four asks are enough for queues, more find prefixes
+            for state in self._two(ask):
+                yield state, "random"
 
     def _home_keys(self, ask: Ask) -> Iterable[tuple[int, int]]:
         """Ring positions, and how many homes of each."""

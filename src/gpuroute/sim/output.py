@@ -6,7 +6,7 @@ import csv
 import io
 import json
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from .measure import confidence
 from .run import KEYS, Result
@@ -75,6 +75,15 @@ def print_table(results: Sequence[Result], title: str = "") -> None:
     widths = [max(len(row[index]) for row in [header, *rows]) for index in range(len(header))]
     for row in [[title], header, *rows] if title else [header, *rows]:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip())
+
+
+def print_claims(table: Sequence[dict[str, Any]]) -> None:
+    """The rows of a suite on stdout, as Markdown: they go into the docs as they are."""
+    print("| | claim | figure | measured | bar | |")
+    print("|---|---|---|---|---|---|")
+    for row in table:
+        verdict = {True: "met", False: "**missed**", None: ""}[row["met"]]
+        print(f"| {row['item']} | {row['name']} | `{row['figure']}` | {row['value']:.3g} | {row['bar']} | {verdict} |")
 
 
 def plot(results: Sequence[Result], path: Path) -> None:
