@@ -269,7 +269,7 @@ def test_a_query_of_death_does_not_walk_through_the_fleet(process: Any) -> None:
 
 
 @pytest.mark.parametrize("grace", [500, 0])
-def test_goaway_by_age_costs_no_call_and_executes_none_twice(grace: int) -> None:
+def test_g4_goaway_by_age_costs_no_call_and_executes_none_twice(grace: int) -> None:
     """Case G4. With a grace, nothing that was executed is repeated even where only what never left may be; without
     one, the server cuts calls in progress, which the default repeats."""
     options = (("grpc.max_connection_age_ms", 300), ("grpc.max_connection_age_grace_ms", grace))
@@ -297,7 +297,7 @@ def test_goaway_by_age_costs_no_call_and_executes_none_twice(grace: int) -> None
         assert all(view.breaker == "closed" for view in router.snapshot().pools["p"].endpoints)
 
 
-def test_a_stream_across_the_age_limit_is_cut_and_not_replayed() -> None:
+def test_g4_a_stream_across_the_age_limit_is_cut_and_not_replayed() -> None:
     options = (("grpc.max_connection_age_ms", 200), ("grpc.max_connection_age_grace_ms", 200))
     with servers(2, options=options) as running:
         router = router_of(*(server.url for server in running))
@@ -349,7 +349,7 @@ os._exit(0)
 
 
 @pytest.mark.parametrize("state", ["warm", "cold"])
-def test_forked_children_call_and_never_hang(state: str, process: Any) -> None:
+def test_g1_forked_children_call_and_never_hang(state: str, process: Any) -> None:
     urls = [process(f"s{n}")[1] for n in range(3)]
     done = subprocess.run(
         [sys.executable, "-c", FORK, json.dumps(urls), state],
@@ -372,7 +372,7 @@ def test_forked_children_call_and_never_hang(state: str, process: Any) -> None:
     assert len(orders) > 1, "all children draw the same random numbers"
 
 
-def test_asyncio_in_a_forked_child(process: Any) -> None:
+def test_g1_asyncio_in_a_forked_child(process: Any) -> None:
     _, url = process("s0")
     code = """
 import asyncio, os, sys, world, gpuroute, gpuroute.grpc.aio

@@ -266,7 +266,7 @@ def test_an_interrupted_call_is_let_go_of(two: list[Server]) -> None:
 # ------------------------------------------------------------------------------------------ wait_for_ready (case G5)
 
 
-def test_waiting_for_ready_does_not_hide_a_live_endpoint(manner: Manner, two: list[Server]) -> None:
+def test_g5_waiting_for_ready_does_not_hide_a_live_endpoint(manner: Manner, two: list[Server]) -> None:
     for _ in range(4):
         began = time.monotonic()
         router = router_of(refused_url(), two[0].url)
@@ -274,7 +274,7 @@ def test_waiting_for_ready_does_not_hide_a_live_endpoint(manner: Manner, two: li
         assert time.monotonic() - began < 1
 
 
-def test_waiting_for_ready_names_its_cause_in_the_end(manner: Manner) -> None:
+def test_g5_waiting_for_ready_names_its_cause_in_the_end(manner: Manner) -> None:
     began = time.monotonic()
     with pytest.raises(grpc.RpcError) as error:
         manner.call(router_of(refused_url()), "Who", b"", wait_for_ready=True, timeout=0.6)
@@ -427,7 +427,7 @@ def test_an_endpoints_headers_are_sent_and_never_shown(two: list[Server]) -> Non
 # ------------------------------------------------------------------------------------------ accounting (cases G7, L2)
 
 
-def test_open_streams_count_as_load(two: list[Server]) -> None:
+def test_g7_open_streams_count_as_load(two: list[Server]) -> None:
     router = router_of(*urls(two), policy="least_request")
     with gpuroute.grpc.channel(router, "p") as channel:
         count, who = channel.unary_stream(method("Count")), channel.unary_unary(method("Who"))
@@ -466,7 +466,7 @@ def _exhaust(stream: Any) -> None:
         pass
 
 
-def test_nothing_leaks_whatever_the_end(two: list[Server]) -> None:
+def test_g7_nothing_leaks_whatever_the_end(two: list[Server]) -> None:
     """Case L1 for every kind of call: cancelled, dropped, timed out, failed."""
     router = router_of(*urls(two))
     with gpuroute.grpc.channel(router, "p") as channel:
@@ -527,7 +527,7 @@ def test_a_new_endpoint_serves_an_old_stub_and_a_gone_one_ends_its_streams(two: 
         assert list(stream) == [b"1"], "a stream was cut because its endpoint left the registry"
 
 
-def test_endpoints_that_come_and_go_leave_nothing_behind() -> None:
+def test_g3_endpoints_that_come_and_go_leave_nothing_behind() -> None:
     """Case G3."""
     with servers(2) as running:
         registry = FakeRegistry({"p": [running[0].url]})
