@@ -1,0 +1,63 @@
+"""The agent's book: a queue that is neither forgotten nor imagined."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpuroute.agent.book import EXPIRE_S, OVERTAKEN_S, Book, Sample
+
+RATE = 20e-6
+
+
+def book_with(*works: int, at: float = 100.0) -> Book:
+    book = Book(prior=RATE)
+    for id_, work in enumerate(works):
+        book.take(id_, work, work, at)
+    return book
+
+
+def test_the_prompt_under_way_counts_for_what_is_left_of_it() -> None:
+    book = book_with(50_000, 10_000)
+    assert book.queued_tokens(100.0) == 60_000
+    assert book.queued_tokens(100.5) == pytest.approx(35_000, rel=0.01)
+    assert book.queued_tokens(103.0) == 15_000, "what was not told is not done: a tenth of it stays"
+
+
+def test_a_tell_starts_the_next_prompt() -> None:
+    book = book_with(50_000, 10_000)
+    book.tell(0, 1.2, None, 101.2)
+    assert book.queued_tokens(101.2) == 10_000
+    assert book.waiting(101.2) == 1
+    book.tell(1, 1.5, None, 101.5)
+    assert book.queued_tokens(101.5) == 0
+
+
+def test_told_times_teach_the_rate_by_the_prompt_that_was_under_way() -> None:
+    book = Book(prior=RATE)
+    for number in range(30):
+        at = 100.0 + number
+        book.take(number, 8_000, 8_000, at)
+        book.tell(number, 0.3, None, at + 8_000 * 2 * RATE)
+    assert book.prefill_s == pytest.approx(2 * RATE, rel=0.1)
+
+
+def test_who_came_long_before_a_told_one_is_through() -> None:
+    book = book_with(1_000)
+    book.take(7, 2_000, 2_000, 100.0 + OVERTAKEN_S + 0.1)
+    book.tell(7, 0.1, None, 101.5)
+    assert (book.queued_tokens(101.5), book.waiting(101.5)) == (0, 0), "its tell was lost"
+
+
+def test_a_lost_take_expires_and_a_long_queue_does_not() -> None:
+    lost, long = book_with(1_000), book_with(*[100_000] * 5)
+    late = 100.0 + EXPIRE_S + 1.0
+    assert lost.waiting(late) == 0
+    assert long.waiting(late) == 5
+
+
+def test_waiting_requests_that_nobody_announced_count_as_well() -> None:
+    book = book_with(4_000, 4_000)
+    book.sampled(Sample(100.0, running=3, waiting=2))
+    assert book.queued_tokens(100.0) == 8_000, "those are the ones that were taken"
+    book.sampled(Sample(100.0, running=3, waiting=5))
+    assert book.queued_tokens(100.0) == 8_000 + 3 * 4_000

@@ -1,0 +1,79 @@
+"""What first tokens teach: a throttled GPU shows soon, an outlier nowhere, and silence at once."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from stage import Stage
+
+from gpuroute.core.learning import UNHEARD_S, learn_first_token, learn_silence
+from gpuroute.core.speed import shrunk
+
+RATE = 27e-6
+
+
+def learned(world: Stage, name: str) -> float:
+    state = world.state(name)
+    return shrunk(state.speed, state.pool.speeds.cohort(state.endpoint))
+
+
+def serve(world: Stage, name: str, count: int, slower: float = 1.0, tokens: int = 6_000) -> None:
+    for _ in range(count):
+        noise = math.exp(0.3 * (2 * world.random.random() - 1))
+        learn_first_token(world.state(name), tokens, 0.0, tokens * RATE * slower * noise, world.clock())
+
+
+def test_a_gpu_that_is_a_fifth_slower_shows_within_fifty_calls() -> None:
+    world = Stage(8, policy="auto")
+    for _ in range(5):
+        for number in range(8):
+            serve(world, f"gpu-{number}", 10)
+    before = learned(world, "gpu-3") / learned(world, "gpu-0")
+    assert before == pytest.approx(1.0, abs=0.1)
+    for _ in range(5):  # throttled: 1 / 0.8
+        serve(world, "gpu-3", 10, 1.25)
+        serve(world, "gpu-0", 10)
+    assert learned(world, "gpu-3") / learned(world, "gpu-0") > before * 1.08
+    assert world.state("gpu-3").admitted, "dearer, not ejected"
+
+
+def test_one_slow_call_shows_nowhere() -> None:
+    world = Stage(2, policy="auto")
+    serve(world, "gpu-0", 50)
+    serve(world, "gpu-1", 50)
+    before = learned(world, "gpu-0")
+    serve(world, "gpu-0", 1, 20.0)
+    assert learned(world, "gpu-0") < before * 1.1
+
+
+def test_short_prompts_say_little_about_the_rate() -> None:
+    long, short = Stage(1, policy="auto"), Stage(1, policy="auto")
+    start = learned(long, "gpu-0")
+    serve(long, "gpu-0", 5, 10.0)
+    serve(short, "gpu-0", 5, 10.0, tokens=100)
+    assert learned(long, "gpu-0") > learned(short, "gpu-0") > start
+
+
+def test_a_call_that_left_without_a_first_token_teaches_at_least_its_wait() -> None:
+    world = Stage(2, policy="auto")
+    state, started = world.state("gpu-0"), world.clock()
+    world.clock.advance(1.5)
+    learn_silence(state, started, world.clock())
+    assert state.queue is not None
+    assert state.queue.seconds >= 1.5
+    assert state not in tuple(state.pool.speeds.calm())
+
+
+def test_the_usual_wait_is_learned_where_nothing_was_known() -> None:
+    world = Stage(2, policy="auto")
+    state, speeds = world.state("gpu-0"), world.pool.shared.speeds
+    learn_first_token(state, 100, 0.0, 5.0, world.clock())
+    blind = speeds.mean_wait
+    assert blind > 0
+    world.clock.advance(UNHEARD_S / 2)
+    learn_first_token(state, 100, 0.0, 0.003, world.clock())
+    assert speeds.mean_wait == blind, "an informed choice says nothing about the others"
+    world.clock.advance(2 * UNHEARD_S)
+    learn_first_token(state, 100, 0.0, 0.003, world.clock())
+    assert speeds.mean_wait < blind

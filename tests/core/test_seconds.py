@@ -1,0 +1,127 @@
+"""The cost in seconds: what makes an endpoint dear, with bids and without."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from stage import Stage
+
+from gpuroute.core.candidates import Ask
+from gpuroute.core.endpoint import Endpoint, Gpu
+from gpuroute.core.learning import learn_bid, learn_first_token
+from gpuroute.core.report import MAX_AGE_S, Report, faded, own_work
+from gpuroute.core.seconds import MOST, Soonest
+
+LADDER = (11, 12, 13, 14, 15, 16)
+
+
+def stage(count: int = 8, *, agents: bool = True, kinds: dict[str, str] | None = None, **rules: Any) -> Stage:
+    agent = "udp://127.0.0.1:7711" if agents else ""
+    fleet = tuple(
+        Endpoint(f"gpu-{n}", f"http://gpu-{n}:8000", agent=agent, gpu=Gpu(kind=(kinds or {}).get(f"gpu-{n}", "H100")))
+        for n in range(count)
+    )
+    return Stage(fleet, policy="auto", **rules)
+
+
+def picker(world: Stage) -> Soonest:
+    found = world.pool.snapshot.picker
+    assert isinstance(found, Soonest)
+    return found
+
+
+def ask_of(world: Stage, tokens: int = 8_000, ladder: tuple[int, ...] = LADDER, **bids: Report) -> Ask:
+    ask = Ask(None, ladder, tokens)
+    ask.now = world.clock()
+    ask.bids = {name.replace("_", "-"): bid for name, bid in bids.items()}
+    return ask
+
+
+def cost(world: Stage, name: str, ask: Ask) -> float:
+    return picker(world).cost(world.state(name), ask)
+
+
+def bid(world: Stage, queued: int = 0, matched: int = 0, **more: Any) -> Report:
+    return Report(world.clock(), 0, 0, queued, matched_tokens=matched, **more)
+
+
+def test_a_bid_is_priced_by_its_queue_and_by_what_is_not_cached() -> None:
+    world = stage()
+    ask = ask_of(world, gpu_0=bid(world, 6_000), gpu_1=bid(world, 2_000), gpu_2=bid(world, 6_000, 7_000))
+    assert cost(world, "gpu-2", ask) < cost(world, "gpu-1", ask) < cost(world, "gpu-0", ask)
+
+
+def test_a_slow_gpu_pays_for_the_same_queue_in_its_own_seconds() -> None:
+    world = stage(kinds={"gpu-1": "A100"})
+    ask = ask_of(world, gpu_0=bid(world, 4_000), gpu_1=bid(world, 4_000))
+    assert cost(world, "gpu-1", ask) == pytest.approx(cost(world, "gpu-0", ask) * 55.9 / 20.1)
+
+
+@pytest.mark.parametrize("load", [{"kv_usage": 0.9}, {"running": 50}])
+def test_decoding_neighbours_slow_the_prefill(load: dict[str, Any]) -> None:
+    world = stage()
+    ask = ask_of(world, gpu_0=bid(world, 4_000), gpu_1=bid(world, 4_000)._replace(**load))
+    assert cost(world, "gpu-1", ask) > 1.3 * cost(world, "gpu-0", ask)
+
+
+def test_in_a_backlog_cached_tokens_count_for_more_than_a_shorter_queue() -> None:
+    world = stage()
+    ask = ask_of(world, gpu_0=bid(world, 12_000, 7_900), gpu_1=bid(world, 2_000))
+    assert cost(world, "gpu-1", ask) < cost(world, "gpu-0", ask), "a shorter wait for this call"
+    world.pool.shared.speeds.backlog = 60_000.0
+    assert cost(world, "gpu-0", ask) < cost(world, "gpu-1", ask), "a shorter wait for everybody"
+
+
+@pytest.mark.parametrize("ladder", [(), LADDER[:1], LADDER])
+def test_no_call_asks_more_than_a_handful_and_never_one_alone(ladder: tuple[int, ...]) -> None:
+    world = stage(64)
+    for _ in range(50):
+        asked = picker(world).candidates(Ask(None, ladder, 8_000))
+        assert 2 <= len(set(asked)) == len(asked) <= MOST
+
+
+def test_without_a_prefix_four_are_asked() -> None:
+    world = stage(1_000)
+    counts = {len(picker(world).candidates(Ask(None, (), 500))) for _ in range(50)}
+    assert counts <= {3, 4}
+    assert 4 in counts
+
+
+def test_who_answered_without_a_wait_lately_is_a_candidate_where_nobody_can_be_asked() -> None:
+    world = stage(200, agents=False)
+    calm, slow = world.state("gpu-7"), world.state("gpu-9")
+    learn_first_token(calm, 8_000, 0.0, 0.16, world.clock())
+    learn_first_token(slow, 8_000, 0.0, 9.0, world.clock())
+    found = picker(world).consider(ask_of(world))
+    assert [state.id for state, _, why in found if why == "calm"] == ["gpu-7"]
+    learn_first_token(calm, 8_000, 0.0, 9.0, world.clock())
+    assert not [state for state, _, why in picker(world).consider(ask_of(world)) if why == "calm"]
+
+
+def test_own_work_without_a_first_token_makes_dear_and_its_age_counts() -> None:
+    world = stage(4, agents=False)
+    before = cost(world, "gpu-0", ask_of(world))
+    attempt = world.state("gpu-0").acquire(world.clock(), None, 5_000)
+    assert attempt is not None
+    sent = cost(world, "gpu-0", ask_of(world))
+    assert sent - before > 5_000 * 15e-6
+    world.clock.advance(3.0)
+    assert cost(world, "gpu-0", ask_of(world)) - before > 2.9, "who has kept a call waiting keeps the next one waiting"
+    assert own_work(world.state("gpu-0").in_flight, world.clock(), world.clock()) == (0, pytest.approx(3.0))
+
+
+def test_a_report_counts_without_a_bid_and_is_absent_when_it_is_old() -> None:
+    world = stage(4, agents=False)
+    plain = cost(world, "gpu-0", ask_of(world))
+    learn_bid(world.state("gpu-0"), Report(world.clock(), 9, 5, 100_000), 0.0)
+    assert cost(world, "gpu-0", ask_of(world)) > plain + 1.0
+    world.clock.advance(MAX_AGE_S + 0.1)
+    assert cost(world, "gpu-0", ask_of(world)) == pytest.approx(plain)
+
+
+def test_an_observation_fades_to_the_mean_from_both_sides() -> None:
+    assert faded(5.0, 0.0, 1.0) == 5.0
+    assert 1.0 < faded(5.0, 5.0, 1.0) < 5.0
+    assert 0.0 < faded(0.0, 5.0, 1.0) < 1.0
+    assert faded(5.0, MAX_AGE_S + 1, 1.0) == 1.0

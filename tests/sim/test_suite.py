@@ -1,0 +1,71 @@
+"""The suite of claims: its rows fit its cases, and its verdicts are right."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import pytest
+
+from gpuroute import cli
+from gpuroute.cli import simulate as command
+from gpuroute.sim import suite
+from gpuroute.sim.run import Result, check_policy
+from gpuroute.sim.suite import CASES, ROWS, Row, cases_of, judged
+
+
+def arguments(text: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    command.add_parser(parser.add_subparsers())
+    return parser.parse_args(["simulate", *text.split()])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_case_is_a_command_that_parses(case: str) -> None:
+    args = arguments(CASES[case])
+    command._scenario(args)
+    for name in args.policy.split(","):
+        check_policy(name)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.case}: {row.figure}")
+def test_every_row_finds_its_policies_in_its_cases(row: Row) -> None:
+    found = {
+        case: [
+            Result(
+                {"policy": name, "ttft_mean": 2.0, "ttft_p50": 2.0, "ttft_p95": 2.0, "ttft_p99": 2.0, "goodput": 2.0}
+                | {"hit": 0.5, "max_over_mean": 2.0},
+                {"attempts_per_call": 1.0, "utilisation": 0.5},
+            )
+            for name in arguments(CASES[case]).policy.split(",")
+        ]
+        for case in cases_of([row])
+    }
+    assert row.value(found) > 0
+
+
+def test_a_figure_is_held_against_its_bar() -> None:
+    found = {"base": [Result({"policy": "auto", "ttft_mean": 1.2}), Result({"policy": "p2c", "ttft_mean": 1.0})]}
+    rows = [
+        Row("1", "a", "base", "auto / p2c", "<= 1.1"),
+        Row("1", "b", "base", "auto", ">= 1.1"),
+        Row("1", "c", "base", "auto"),
+    ]
+    table = judged([*rows, Row("1", "d", "over", "auto")], found)
+    assert [row["met"] for row in table] == [False, True, None], "cases that were not run are left out"
+    assert table[0]["value"] == pytest.approx(1.2)
+    assert table[0]["command"].startswith("gpuroute simulate ")
+
+
+def test_the_command_prints_claims_and_fails_when_one_is_missed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny = "--trace synthetic:rate=20,prompt=500,output=5 --fleet 2xH100 --clients 2 --copies 1 --window 2 --warmup 1"
+    monkeypatch.setattr(suite, "CASES", {"tiny": f"{tiny} --policy p2c,random"})
+    rows = (Row("1", "free", "tiny", "p2c.success", ">= 1"), Row("1", "never", "tiny", "p2c / random", "<= 0"))
+    monkeypatch.setattr(suite, "SUITES", {"headline": rows})
+    assert cli.main(["simulate", "--suite", "headline", "--quiet"]) == 1
+    assert "**missed**" in capsys.readouterr().out
+    monkeypatch.setattr(suite, "SUITES", {"headline": rows[:1]})
+    assert cli.main(["simulate", "--suite", "headline", "--quiet", "--json"]) == 0
+    assert [row["met"] for row in json.loads(capsys.readouterr().out)] == [True]
