@@ -21,7 +21,6 @@ class Report(NamedTuple):
     """Server truth. `queued_tokens`: prompt tokens waiting for prefill; -1 where the server only counts requests.
 
     `matched_tokens`: of the prompt that was asked about, -1 if unknown. `epoch` changes when the engine restarts.
-    `prefill_s`: seconds per prompt token that the agent has learned, 0 if it did not say.
     """
 
     at: float
@@ -32,7 +31,6 @@ class Report(NamedTuple):
     matched_tokens: int = -1
     epoch: int = 0
     source: str = ""
-    prefill_s: float = 0.0
 
     def queue_tokens(self, mean_tokens: float) -> float:
         """Prompt tokens ahead of a newcomer, from requests if the server does not count tokens."""

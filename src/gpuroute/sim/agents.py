@@ -68,7 +68,7 @@ class Agents:
             return Report(now, 0, 0, 0, 0.0, tokens, source="agent")
         said = book.sample
         queued, waiting = book.queued_tokens(now), book.waiting(now)
-        report = Report(now, said.running, waiting, queued, said.kv_usage, matched, 0, "agent", book.prefill_s)
+        report = Report(now, said.running, waiting, queued, said.kv_usage, matched, source="agent")
         return self._aged(index, report)
 
     def take(self, message: tuple[int, int, int, int]) -> None:
