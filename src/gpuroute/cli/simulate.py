@@ -63,6 +63,8 @@ def _add_scenario(parser: argparse.ArgumentParser) -> None:
     add("--max-num-seqs", type=int, default=256)
     add("--max-num-batched-tokens", type=int, default=2048)
     add("--common-blocks", type=int, default=0, help="block ids below this are common to all copies")
+    add("--subset", type=int, default=0, help="each client sees only so many endpoints (0: all)")
+    add("--no-reroute", action="store_true", help="auto without asks never moves a queued call")
     add("--sticky", action="store_true", help="a conversation stays with one client")
     add("--seeds", type=int, default=1, help="number of seeds, from --seed on")
     add("--seed", type=int, default=1)
@@ -160,8 +162,10 @@ def _scenario(args: argparse.Namespace) -> Scenario:
     from gpuroute.sim.reports import Reports
     from gpuroute.sim.run import Scenario
 
-    if args.clients < 1 or args.copies < 1 or args.window <= 0 or args.warmup < 0 or args.seeds < 1:
-        raise ConfigError("--clients, --copies, --seeds and --window must be positive, --warmup not negative")
+    if args.clients < 1 or args.copies < 1 or args.window <= 0 or args.warmup < 0 or args.seeds < 1 or args.subset < 0:
+        raise ConfigError(
+            "--clients, --copies, --seeds and --window must be positive, --warmup and --subset not negative"
+        )
     engine = Engine(args.max_num_seqs, args.max_num_batched_tokens, args.dram_tokens)
     return Scenario(
         trace=args.trace,
@@ -172,6 +176,8 @@ def _scenario(args: argparse.Namespace) -> Scenario:
         warmup=args.warmup,
         common=args.common_blocks,
         sticky=args.sticky,
+        reroute=not args.no_reroute,
+        subset=args.subset,
         timeout=args.timeout,
         engine=replace(engine, h=args.scale_h, a=args.scale_a, k=args.scale_k),
         network=Network(delay=args.network_delay, handshake=args.handshake),

@@ -11,7 +11,7 @@ from __future__ import annotations
 from math import inf
 from random import Random
 from struct import pack
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
@@ -25,6 +25,7 @@ from gpuroute.core.pool import Pool, PoolRules
 from gpuroute.core.prefix import BLOCK_TOKENS, DEPTHS
 from gpuroute.core.report import Report
 from gpuroute.core.seconds import Soonest
+from gpuroute.core.subset import subset
 from gpuroute.core.watchdog import WatchdogRules
 from gpuroute.errors import DeadlineExceeded, NoEndpointAvailable
 
@@ -85,8 +86,10 @@ class CoreClient:
         reports: Reports,
         agents: Agents | None,
         piggyback: Piggyback | None,
+        members: Members | None = None,
     ) -> None:
         self.pool = pool
+        self._members = members
         self._sim = sim
         self._by_session = by_session
         self._reports = reports
@@ -169,7 +172,8 @@ class CoreClient:
             self._sim.give_up(flight)
 
     def fleet_changed(self, states: Sequence[str | None], now: float) -> None:
-        self.pool.update(spec_of(self._sim.servers, states, asks=self._agents is not None), self.pool.rules, now)
+        spec = spec_of(self._sim.servers, states, asks=self._agents is not None)
+        self.pool.update(narrowed(spec, self._members), self.pool.rules, now)
 
     def _attempt(self, flight: Flight) -> None:
         sim, call = self._sim, flight.call
@@ -228,26 +232,58 @@ def spec_of(servers: Sequence[Server], states: Sequence[str | None], *, asks: bo
     return PoolSpec(POOL, tuple(server.endpoint(state, agent) for server, state in listed if state is not None))
 
 
+class Members(NamedTuple):
+    """A client that talks to some endpoints only: its ordinal, and how many."""
+
+    ordinal: int
+    size: int
+
+
+def narrowed(spec: PoolSpec, members: Members | None) -> PoolSpec:
+    """What one client sees of the pool."""
+    if members is None:
+        return spec
+    chosen = set(subset([endpoint.id for endpoint in spec.endpoints], *members))
+    return PoolSpec(spec.name, tuple(endpoint for endpoint in spec.endpoints if endpoint.id in chosen))
+
+
 def core_clients(
-    sim: Simulation, count: int, policy: str, seed: int, *, reports: Reports | None = None, reroute: bool = True
+    sim: Simulation,
+    count: int,
+    policy: str,
+    seed: int,
+    *,
+    reports: Reports | None = None,
+    reroute: bool = True,
+    size: int = 0,
 ) -> list[CoreClient]:
-    """`count` processes with that policy. Raises ConfigError for an unknown one."""
+    """`count` processes with that policy, each with a subset of `size` endpoints (0: all). Raises ConfigError."""
     reports = reports or Reports()
     asks = reports.channel in {"engine", "agent"}
     spec = spec_of(sim.servers, sim.start_view(), asks=asks)
     # The watchdog lives on the bytes of streams, which are no events here: it would take every decode for silence.
     hedge = HedgeRules(reroute=reroute and policy == "auto" and not asks)
     rules = PoolRules(policy=policy, hedge=hedge, watchdog=WatchdogRules(enabled=False))
+    by_session = policy == "session"
     piggyback = Piggyback(reports, seed) if reports.channel == "piggyback" else None
     agents = Agents(sim, reports) if asks else None
     clients: list[CoreClient] = []
     ring: Ring | None = None
     for number in range(count):
         pool = Pool(PoolSpec(POOL), rules, random=Random(f"{seed}/client/{number}").random)
+        members = Members(number, size) if size else None
         pool.snapshot.picker.ring = ring
-        pool.update(spec, rules, 0.0)
-        ring = pool.snapshot.picker.ring
+        pool.update(narrowed(spec, members), rules, 0.0)
+        ring = None if size else pool.snapshot.picker.ring
         clients.append(
-            CoreClient(sim, pool, by_session=policy == "session", reports=reports, agents=agents, piggyback=piggyback)
+            CoreClient(
+                sim,
+                pool,
+                by_session=by_session,
+                reports=reports,
+                agents=agents,
+                piggyback=piggyback,
+                members=members,
+            )
         )
     return clients

@@ -49,6 +49,8 @@ class Scenario:
     warmup: float = 20.0
     common: int = 0
     sticky: bool = False
+    reroute: bool = True
+    subset: int = 0
     timeout: float = inf
     engine: Engine = Engine()
     network: Network = Network()
@@ -101,7 +103,9 @@ def simulate(scenario: Scenario, name: str, seed: int, progress: Callable[[float
         sim.clients = peer_clients(sim, scenario.clients, name, seed)
     else:
         reports = scenario.reports.of(channel)
-        sim.clients = core_clients(sim, scenario.clients, policy, seed, reports=reports)
+        sim.clients = core_clients(
+            sim, scenario.clients, policy, seed, reports=reports, reroute=scenario.reroute, size=scenario.subset
+        )
     sim.run()
     row = {"policy": name, "reports": channel, "seed": seed, **meter.row()}
     shares = [server.picked for server in servers]
