@@ -436,7 +436,7 @@ class Asking:
             self._real_queue[state.id] = queue
             queue += NOT_READY_TOKENS
         said = bid.running, bid.waiting, queue, bid.kv_usage, matched, bid.epoch
-        report = Report(asker.clock(), *said, SOURCES[bid.state], bid.prefill_us / 1e9)
+        report = Report(asker.clock(), *said, SOURCES[bid.state])
         self.bids[state.id] = report
         if ready:
             learn_bid(state, report, self._call.pool.mean_tokens)
