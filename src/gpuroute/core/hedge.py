@@ -97,11 +97,12 @@ def second_attempt(call: Call, now: float) -> Attempt | None:
             return None
     if not call.replayable or len(call.history) >= call.attempts or now >= call.deadline or not call.elsewhere():
         return None
-    extra = pool.hedges if hedges else pool.reroutes
+    # Reroutes are bounded twice: by their share of the calls and of the tokens.
+    extra, price = (pool.hedges, call.work) if hedges else (pool.reroutes, max(1.0, call.work))
     with pool.shared.lock:
-        paid = extra.balance(now) >= call.work and pool.budget.try_withdraw(now, call.work)
+        paid = extra.balance(now) >= price and pool.budget.try_withdraw(now, call.work)
         if paid:
-            extra.try_withdraw(now, call.work)
+            extra.try_withdraw(now, price)
     attempt = pool.acquire(call.ask, now, call.tried, call.history) if paid else None
     if attempt is None:
         signals.hedges_denied += 1

@@ -163,10 +163,12 @@ def _results(
             if on_progress is not None:
                 on_progress(number / len(tasks))
             yield running[future], future.result()
-    finally:
-        for process in tuple(pool._processes.values()):  # noqa: SLF001  # a run may last minutes: do not wait for it
+    except BaseException:  # a run may last minutes: whoever interrupts does not want to wait for it
+        for process in tuple(pool._processes.values()):  # noqa: SLF001
             process.terminate()
         pool.shutdown(wait=False, cancel_futures=True)
+        raise
+    pool.shutdown()
 
 
 def _part(tell: Callable[[float], None], number: int, of: int) -> Callable[[float], None]:
