@@ -364,7 +364,8 @@ def test_departed_endpoints_keep_their_streams_and_lose_their_connections(
     stubs: Stage, caller: Make, eventually: Any
 ) -> None:
     a, b = stubs("a", "b")
-    gate = asyncio.Event()
+    gate, both, answer = asyncio.Event(), asyncio.Event(), status(200)
+    together: list[Exchange] = []
 
     async def half(exchange: Exchange) -> None:
         exchange.start(content_type="text/plain")
@@ -373,11 +374,18 @@ def test_departed_endpoints_keep_their_streams_and_lose_their_connections(
         await exchange.chunk(b"two")
         exchange.end()
 
+    async def pair(exchange: Exchange) -> None:
+        together.append(exchange)
+        if len(together) == 2:
+            both.set()
+        await both.wait()  # so that neither finds the other's connection free
+        await answer(exchange)
+
     client = caller([a])
     client.post()
     a.behave = half
     stream = client.open()
-    a.behave = status(200)
+    a.behave = pair
     client.many(2)
     assert a.open == 3
     client.router.registry.set({"llama": [endpoint(b)]})
