@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from gpuroute.core.report import Queue
 from gpuroute.core.speed import TELLING_TOKENS, Rate, shrunk
-from gpuroute.core.trust import Trust, learn_blind
+from gpuroute.core.trust import Trust, learn_blind, learn_usual
 
 CALM_S = 0.1  # a wait below that is none
 UNHEARD_S = 5.0  # of who was silent for that long nothing is known
@@ -30,6 +30,7 @@ def learn_promise(state: EndpointState, attempt: Attempt, now: float) -> None:
     if state.trust is None:
         state.trust = Trust()
     state.trust.learn(attempt.promised, seconds, now)
+    learn_usual(state.pool.speeds, attempt.promised, seconds)
 
 
 def learn_first_token(state: EndpointState, uncached: int, queued: float, seconds: float, now: float) -> None:

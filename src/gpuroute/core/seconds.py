@@ -157,9 +157,10 @@ class Soonest:
         return min(self.rules.alpha_max, 1 + speeds.backlog / self.rules.alpha_tokens)
 
     def _late(self, state: EndpointState, ask: Ask) -> float:
-        """Seconds by which this endpoint breaks its promises."""
+        """Seconds by which this endpoint breaks its promises, beyond what is usual now."""
         trust = state.trust
-        return max(0.0 if trust is None else trust.lateness(ask.now), overdue(tuple(state.in_flight), ask.now))
+        late = max(0.0 if trust is None else trust.lateness(ask.now), overdue(tuple(state.in_flight), ask.now))
+        return max(0.0, late - state.pool.speeds.usual_late)
 
     def _blind_backlog(self, state: EndpointState, ask: Ask, rate: float, speeds: Speeds) -> float:
         """Seconds of waiting by what was last seen or reported here, and by what this process has sent since."""

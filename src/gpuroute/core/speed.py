@@ -53,13 +53,14 @@ class Speeds:
     Not locked: single stores of floats and single steps of a dict.
     """
 
-    __slots__ = ("_calm", "_cohorts", "backlog", "blind_wait", "mean_wait")
+    __slots__ = ("_calm", "_cohorts", "backlog", "blind_wait", "mean_wait", "usual_late")
 
     def __init__(self) -> None:
         self._calm: dict[EndpointState, None] = {}
         self._cohorts: dict[tuple[str, str], Rate] = {}
         self.mean_wait = 0.0
         self.backlog = 0.0  # moving mean of queued tokens in bids
+        self.usual_late = 0.0  # median of seconds that first tokens come later than bids promise
         self.blind_wait = 0.0  # of the waits at endpoints that had given none
 
     def cohort(self, endpoint: Endpoint) -> Rate:

@@ -23,10 +23,11 @@ if TYPE_CHECKING:
 
 FADE_S = 60.0
 WEIGHT = 0.8  # of the newest sample
-SLACK = 1.5  # a promise times this, plus GRACE_S, is kept in time
+SLACK = 3.0  # a promise times this, plus GRACE_S, is kept in time: honest bids err by that, near saturation most of all
 GRACE_S = 0.1
 DOUBT_S = 0.2
 BLIND_WEIGHT = 0.1
+USUAL_STEP = 0.1
 BLIND_CAUTION = 2.0
 
 
@@ -48,6 +49,13 @@ class Trust:
     def lateness(self, now: float) -> float:
         """Seconds expected on top of a promise now."""
         return self._late * math.exp(-(now - self._at) / FADE_S) if self._late else 0.0
+
+
+def learn_usual(speeds: Speeds, promised: float, seconds: float) -> None:
+    """Follow the median lateness of all: where everybody is late, as in a saturated pool, nobody is a liar for it."""
+    usual = speeds.usual_late
+    step = USUAL_STEP * max(DOUBT_S, usual)
+    speeds.usual_late = max(0.0, usual + (step if _over(promised, seconds) > usual else -step))
 
 
 def overdue(attempts: Iterable[Attempt], now: float) -> float:
