@@ -79,11 +79,12 @@ def print_table(results: Sequence[Result], title: str = "") -> None:
 
 def print_claims(table: Sequence[dict[str, Any]]) -> None:
     """The rows of a suite on stdout, as Markdown: they go into the docs as they are."""
-    print("| | claim | figure | measured | bar | |")
-    print("|---|---|---|---|---|---|")
+    print("| | claim | figure | measured | bar | | case |")
+    print("|---|---|---|---|---|---|---|")
     for row in table:
         verdict = {True: "met", False: "**missed**", None: ""}[row["met"]]
-        print(f"| {row['item']} | {row['name']} | `{row['figure']}` | {row['value']:.3g} | {row['bar']} | {verdict} |")
+        figure = f"`{row['figure']}` | {row['value']:.3g} | {row['bar']}"
+        print(f"| {row['item']} | {row['name']} | {figure} | {verdict} | `{row['case']}` |")
 
 
 def plot(results: Sequence[Result], path: Path) -> None:

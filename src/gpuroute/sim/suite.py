@@ -216,6 +216,13 @@ def judged(rows: Sequence[Row], found: Mapping[str, Sequence[Result]]) -> list[d
     for row in rows:
         if all(case in found for case in cases_of([row])):
             value = row.value(found)
-            said = {"item": row.item, "name": row.name, "figure": row.figure, "value": value, "bar": row.bar}
+            said = {
+                "item": row.item,
+                "case": row.case,
+                "name": row.name,
+                "figure": row.figure,
+                "value": value,
+                "bar": row.bar,
+            }
             table.append({**said, "met": row.met(value), "command": f"gpuroute simulate {CASES[row.case]}"})
     return table
