@@ -25,9 +25,10 @@ GOLDEN = (math.sqrt(5.0) - 1) / 2
 class Ask:
     """What a pick may know of its call: `key` (session, ring position), `ladder` (prefix hashes, shallow to deep)
     and `tokens` (prompt tokens, an estimate). `now`, `mean_tokens` of the pool and `bids` by endpoint id are filled in
-    by the call; `candidates` are drawn once, so that those that were asked are those that are compared."""
+    by the call; `candidates` are drawn once, so that those that were asked are those that are compared, and with them
+    `placed`: prompt tokens that this process has sent where, by endpoint id."""
 
-    __slots__ = ("bids", "candidates", "drawn_by", "key", "ladder", "mean_tokens", "now", "tokens")
+    __slots__ = ("bids", "candidates", "drawn_by", "key", "ladder", "mean_tokens", "now", "placed", "tokens")
 
     def __init__(self, key: int | None = None, ladder: Sequence[int] = (), tokens: int = 0) -> None:
         self.key = key
@@ -38,6 +39,7 @@ class Ask:
         self.bids: Mapping[str, Report] = NO_BIDS
         self.candidates: dict[EndpointState, str] | None = None
         self.drawn_by: object = None
+        self.placed: Mapping[str, int] = NOWHERE
 
     def keys(self) -> Sequence[int]:
         """What its placement is remembered by: prefixes from shallow to deep, and the session last."""
@@ -45,6 +47,7 @@ class Ask:
 
 
 NO_BIDS: Mapping[str, Report] = {}
+NOWHERE: Mapping[str, int] = {}
 NOTHING_ASKED = Ask()
 
 

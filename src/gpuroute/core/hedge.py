@@ -81,7 +81,7 @@ def due_after(call: Call, attempt: Attempt) -> float:
         high = history.whole.high(rules.spreads)
     else:
         high = history.ttft.high(rules.spreads) * prompt_units(attempt.tokens)
-    prefill = attempt.uncached * shrunk(state.speed, state.pool.speeds.cohort(state.endpoint))
+    prefill = attempt.uncached * shrunk(state.speed, state.cohort)
     return min(rules.hedge_after(high), rules.reroute_after(prefill))
 
 

@@ -25,7 +25,7 @@ def learn_promise(state: EndpointState, attempt: Attempt, now: float) -> None:
     seconds = now - attempt.started
     if attempt.promised is None:
         speeds = state.pool.speeds
-        learn_blind(speeds, max(0.0, seconds - attempt.uncached * shrunk(state.speed, speeds.cohort(state.endpoint))))
+        learn_blind(speeds, max(0.0, seconds - attempt.uncached * shrunk(state.speed, state.cohort)))
         return
     if state.trust is None:
         state.trust = Trust()
@@ -36,7 +36,7 @@ def learn_promise(state: EndpointState, attempt: Attempt, now: float) -> None:
 def learn_first_token(state: EndpointState, uncached: int, queued: float, seconds: float, now: float) -> None:
     """A first token after `seconds`: teaches the rate (if the queue ahead was known or short) and the wait."""
     speeds = state.pool.speeds
-    cohort = speeds.cohort(state.endpoint)
+    cohort = state.cohort
     if state.speed is None:
         state.speed = Rate(math.exp(cohort.log))
     work = max(1.0, uncached + queued)

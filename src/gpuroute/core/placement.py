@@ -41,6 +41,17 @@ class Placements:
                 return owner
         return None
 
+    def depths(self, ladder: Sequence[int]) -> dict[str, int]:
+        """By endpoint, the index of the deepest of these hashes that it was the last to be given; the deepest first."""
+        young, old = self._young, self._old
+        found: dict[str, int] = {}
+        for index in range(len(ladder) - 1, -1, -1):
+            key = ladder[index]
+            owner = young.get(key) or old.get(key)
+            if owner is not None and owner not in found:
+                found[owner] = index
+        return found
+
     def owner(self, key: int) -> str | None:
         """The endpoint that was last given a prompt with this prefix."""
         return self._young.get(key) or self._old.get(key)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Sequence
 
     from gpuroute.core.attempt import Attempt
+    from gpuroute.core.report import Report
     from gpuroute.core.ring import Ring
     from gpuroute.core.state import EndpointState
 
@@ -31,6 +32,7 @@ INF = math.inf
 DEFAULT_TOKENS = 256  # a prompt of unknown length
 BLIND_NEIGHBOUR_S = 0.0002  # per own call in flight: breaks ties
 HOME_RUNG = 3  # a home is worth up to 2,048 tokens of its prefix
+HOME = "home"
 MOST = 6  # candidates that are asked: more gain nothing
 SOME = 64  # endpoints that are looked at for an agent
 SESSION_TOKENS = 2_048  # the same, of a caller who named a session because it matters
@@ -79,21 +81,15 @@ class Soonest:
     def candidates(self, ask: Ask) -> Sequence[EndpointState]:
         """A handful, drawn once per call. With agents at most six: last placement, homes of 1,024 and of 4,096 tokens
         (two each), random ones. Without: last placement, one home, four that were calm lately, two random."""
-        if ask.candidates is None or ask.drawn_by is not self:  # of an older view: some may have left since
-            found: dict[EndpointState, str] = {}
-            for state, why in self._sources(ask):
-                if len(found) < MOST or not self._asks:
-                    found.setdefault(state, why)
-            ask.candidates, ask.drawn_by = found, self
-        return tuple(ask.candidates)
+        return tuple(self._drawn(ask))
 
     def pick(self, ask: Ask, tried: Container[EndpointState] = ()) -> EndpointState | None:
         if ask is NOTHING_ASKED:
             ask = Ask()  # a draw is kept in the ask, and that one is everybody's
         best, best_cost = None, INF
-        for state in self.candidates(ask):
-            if len(state.in_flight) < state.limit and state not in tried:
-                cost = self.cost(state, ask)
+        for state, why in self._drawn(ask).items():
+            if len(state.in_flight) < state.limit and (not tried or state not in tried):
+                cost = self._price(state, ask, why)
                 if cost < best_cost:
                     best, best_cost = state, cost
         if best is None:
@@ -102,122 +98,147 @@ class Soonest:
         return best
 
     def consider(self, ask: Ask) -> Iterable[tuple[EndpointState, float, str]]:
-        self.candidates(ask)
-        return [(state, self.cost(state, ask), why) for state, why in (ask.candidates or {}).items()]
+        return [(state, self._price(state, ask, why), why) for state, why in self._drawn(ask).items()]
+
+    def cost(self, state: EndpointState, ask: Ask) -> float:
+        """Predicted seconds to the first token, plus the cost to others."""
+        return self._price(state, ask, (ask.candidates or {}).get(state, ""))
 
     def uncached(self, state: EndpointState, ask: Ask) -> int:
         """Prompt tokens that this endpoint would have to compute, as far as is known."""
-        tokens = prompt_tokens(ask)
-        bid = ask.bids.get(state.id)
-        believed = bid is not None and bid.matched_tokens >= 0 and self._late(state, ask) <= DOUBT_S
-        matched = bid.matched_tokens if bid is not None and believed else self._remembered(state, ask)
-        return max(1, tokens - matched)
+        bid = ask.bids.get(state.id) if ask.bids else None
+        return _uncached(state, ask, bid, 0.0 if bid is None else _late(state, ask.now))
 
     def promised(self, attempt: Attempt, ask: Ask) -> tuple[float, float | None]:
         """What the bid of the endpoint that was picked said: tokens ahead, and seconds to the first token if any bid."""
         state = attempt.state
-        bid = ask.bids.get(state.id)
+        bid = ask.bids.get(state.id) if ask.bids else None
         if bid is None:
             return 0.0, None
         queued = bid.queue_tokens(ask.mean_tokens)
-        return queued, (queued + attempt.uncached) * shrunk(state.speed, state.pool.speeds.cohort(state.endpoint))
+        return queued, (queued + attempt.uncached) * shrunk(state.speed, state.cohort)
 
-    def cost(self, state: EndpointState, ask: Ask) -> float:
-        """Predicted seconds to the first token, plus the cost to others."""
+    def _price(self, state: EndpointState, ask: Ask, why: str) -> float:
         rules, speeds = self.rules, state.pool.speeds
-        rate = shrunk(state.speed, speeds.cohort(state.endpoint))
-        bid = ask.bids.get(state.id)
-        if bid is not None:
-            rate *= 1 + (rules.kv_slope * bid.kv_usage or rules.running_slope * bid.running)
-        uncached = self.uncached(state, ask) * rate
-        if bid is not None:
-            late = self._late(state, ask)
-            backlog = bid.queue_tokens(ask.mean_tokens) * rate + late
-            if not bid.kv_usage:
-                backlog += bid.running * rules.neighbour_s
-            if late > DOUBT_S:
-                backlog += speeds.backlog * rate
-            alpha = self._alpha(speeds)
-        else:
-            backlog = self._blind_backlog(state, ask, rate, speeds)
-            alpha = rules.blind_alpha
-            if ask.bids:
-                backlog = max(backlog, blind_queue(speeds, rate))
-                alpha = self._alpha(speeds)
-            if ask.candidates and ask.candidates.get(state) == "home":
-                uncached *= 1 - rules.blind_hit  # others were sent here for the same prefix
-        seconds = backlog + alpha * uncached - self._home_discount(state, ask, rate, speeds)
+        rate = shrunk(state.speed, state.cohort)
+        bid = ask.bids.get(state.id) if ask.bids else None
+        seconds = self._blind(state, ask, rate, why) if bid is None else self._by_bid(state, ask, rate, bid)
+        if why == HOME:
+            share = min(rules.home_discount_max, rules.home_discount + speeds.backlog / rules.home_tokens)
+            depth = min(len(ask.ladder), HOME_RUNG + 1) or 1  # a session without a known prompt: the least
+            slower = 1.0 if bid is None else self._slower(bid)
+            seconds -= share * DEPTHS[depth - 1] * BLOCK_TOKENS * rate * slower
         if state.last_error_at is not None and state.troubled:
             seconds += rules.failure_s * math.exp(-(ask.now - state.last_error_at) / rules.failure_fade_s)
         # A ramp or a low weight makes waiting dearer; a home that is cheaper than free stays what it is.
         return seconds * state.inverse_weight if seconds > 0 else seconds
 
+    def _by_bid(self, state: EndpointState, ask: Ask, rate: float, bid: Report) -> float:
+        """Seconds of waiting and prefill by the server's own word."""
+        speeds = state.pool.speeds
+        rate *= self._slower(bid)
+        late = _late(state, ask.now)
+        backlog = bid.queue_tokens(ask.mean_tokens) * rate + late
+        if not bid.kv_usage:
+            backlog += bid.running * self.rules.neighbour_s
+        if late > DOUBT_S:
+            backlog += speeds.backlog * rate
+        return backlog + self._alpha(speeds) * _uncached(state, ask, bid, late) * rate
+
+    def _blind(self, state: EndpointState, ask: Ask, rate: float, why: str) -> float:
+        """Seconds of waiting and prefill by what was last seen or reported here, and what this process has sent since."""
+        rules, speeds, in_flight = self.rules, state.pool.speeds, state.in_flight
+        queue, report, now, mean = state.queue, state.report, ask.now, speeds.mean_wait
+        since = -INF if queue is None else queue.at
+        if report is not None and report.at > since:
+            since = report.at
+            wait = faded(report.queue_tokens(ask.mean_tokens) * rate, now - since, mean)
+        else:
+            wait = mean if queue is None else faded(queue.seconds, now - since, mean)
+        if in_flight:
+            tokens, age = own_work(in_flight, since, now)
+            wait = max(wait + tokens * rate, age) + len(in_flight) * BLIND_NEIGHBOUR_S
+        alpha = rules.blind_alpha
+        if ask.bids:
+            wait = max(wait, blind_queue(speeds, rate))
+            alpha = self._alpha(speeds)
+        if why == HOME:
+            alpha *= 1 - rules.blind_hit  # others were sent here for the same prefix
+        return wait + alpha * _uncached(state, ask, None, 0.0) * rate
+
+    def _slower(self, bid: Report) -> float:
+        """By which factor prefill is slower there, beside the decodes that the bid reports."""
+        return 1 + (self.rules.kv_slope * bid.kv_usage or self.rules.running_slope * bid.running)
+
     def _alpha(self, speeds: Speeds) -> float:
         """What a token of prefill costs in all: itself, and in a backlog those who wait behind it."""
         return min(self.rules.alpha_max, 1 + speeds.backlog / self.rules.alpha_tokens)
 
-    def _late(self, state: EndpointState, ask: Ask) -> float:
-        """Seconds by which this endpoint breaks its promises, beyond what is usual now."""
-        trust = state.trust
-        late = max(0.0 if trust is None else trust.lateness(ask.now), overdue(tuple(state.in_flight), ask.now))
-        return max(0.0, late - state.pool.speeds.usual_late)
+    def _drawn(self, ask: Ask) -> dict[EndpointState, str]:
+        found = ask.candidates
+        if found is None or ask.drawn_by is not self:  # of an older view: some may have left since
+            found = ask.candidates = self._draw(ask)
+            ask.drawn_by = self
+        return found
 
-    def _blind_backlog(self, state: EndpointState, ask: Ask, rate: float, speeds: Speeds) -> float:
-        """Seconds of waiting by what was last seen or reported here, and by what this process has sent since."""
-        queue, report, mean = state.queue, state.report, speeds.mean_wait
-        since = -INF if queue is None else queue.at
-        if report is not None and report.at > since:
-            since = report.at
-            wait = faded(report.queue_tokens(ask.mean_tokens) * rate, ask.now - since, mean)
-        else:
-            wait = mean if queue is None else queue.expected(ask.now, mean)
-        tokens, age = own_work(state.in_flight, since, ask.now)
-        return max(wait + tokens * rate, age) + len(state.in_flight) * BLIND_NEIGHBOUR_S
-
-    def _home_discount(self, state: EndpointState, ask: Ask, rate: float, speeds: Speeds) -> float:
-        if not ask.candidates or ask.candidates.get(state) != "home":
-            return 0.0
-        rules = self.rules
-        share = min(rules.home_discount_max, rules.home_discount + speeds.backlog / rules.home_tokens)
-        depth = min(len(ask.ladder), HOME_RUNG + 1) or 1  # a session without a known prompt: the least
-        return share * DEPTHS[depth - 1] * BLOCK_TOKENS * rate
-
-    def _sources(self, ask: Ask) -> Iterable[tuple[EndpointState, str]]:
-        by_id, keys = self._kit.by_id, ask.keys()
-        if self._ring is not None and keys:
-            placed = self._kit.placements.deepest(keys)
-            if placed in by_id:
-                yield by_id[placed], "placed before"
+    def _draw(self, ask: Ask) -> dict[EndpointState, str]:
+        """Candidates, and why each is one; the first reason counts."""
+        found: dict[EndpointState, str] = {}
+        by_id, ring, asks = self._kit.by_id, self._ring, self._asks
+        known = ring is not None and (ask.key is not None or bool(ask.ladder))
+        if ring is not None and known:
+            last = self._recall(ask)
+            if last in by_id:
+                found[by_id[last]] = "placed before"
             for key, count in self._home_keys(ask):
-                for owner, _ in zip(self._ring.homes(key), range(count), strict=False):
-                    yield by_id[owner], "home"
-        if not self._asks and self._kit.states:
+                for owner in (ring.home(key),) if count == 1 else islice(ring.homes(key), count):
+                    found.setdefault(by_id[owner], HOME)
+        if not asks and self._kit.states:
             calm = (state for state in self._kit.states[0].pool.speeds.calm() if by_id.get(state.id) is state)
             for state in islice(calm, self.rules.calm):
-                yield state, "calm"
-        for _ in range(1 if keys or not self._asks else 2):  # four asks are enough for queues, more find prefixes
+                found.setdefault(state, "calm")
+        for _ in range(1 if known or not asks else 2):  # four asks are enough for queues, more find prefixes
             for state in self._two(ask):
-                yield state, "random"
+                if len(found) < MOST or not asks:
+                    found.setdefault(state, "random")
+        return found
 
     def _home_keys(self, ask: Ask) -> Iterable[tuple[int, int]]:
         """Ring positions, and how many homes of each."""
         if ask.key is not None:
-            yield ask.key, 2
-            return
+            return ((ask.key, 2),)
         ladder, rungs = ask.ladder, self.rules.ask_rungs if self._asks else self.rules.blind_rungs
-        yield from {ladder[min(len(ladder) - 1, rung)]: count for rung, count in rungs}.items()
+        return {ladder[min(len(ladder) - 1, rung)]: count for rung, count in rungs}.items()
 
-    def _remembered(self, state: EndpointState, ask: Ask) -> int:
-        """Tokens of this prompt's longest prefix that this process has placed there."""
-        if not self.wants_ladder:
-            return 0
-        owner_of = self._kit.placements.owner
-        if ask.key is not None and owner_of(ask.key) == state.id:
-            return prompt_tokens(ask) * 3 // 4  # a session's prompt is its last one and a new turn
-        for index in range(len(ask.ladder) - 1, -1, -1):
-            if owner_of(ask.ladder[index]) == state.id:
-                return min(DEPTHS[index] * BLOCK_TOKENS, ask.tokens)
-        return 0
+    def _recall(self, ask: Ask) -> str | None:
+        """Put into the ask what this process has placed of its prompt, and where; returns its last placement."""
+        placements = self._kit.placements
+        depths = placements.depths(ask.ladder)
+        placed = {owner: min(DEPTHS[index] * BLOCK_TOKENS, ask.tokens) for owner, index in depths.items()}
+        last = next(iter(placed), None)
+        if ask.key is not None and (owner := placements.owner(ask.key)) is not None:
+            placed[owner] = prompt_tokens(ask) * 3 // 4  # a session's prompt is its last one and a new turn
+            last = owner
+        ask.placed = placed
+        return last
+
+
+def _uncached(state: EndpointState, ask: Ask, bid: Report | None, late: float) -> int:
+    """Prompt tokens to compute: by its bid if it is believed, else by what was placed there."""
+    if bid is not None and bid.matched_tokens >= 0 and late <= DOUBT_S:
+        matched = bid.matched_tokens
+    else:
+        matched = ask.placed.get(state.id, 0)
+    return max(1, (ask.tokens or prompt_tokens(ask)) - matched)
+
+
+def _late(state: EndpointState, now: float) -> float:
+    """Seconds by which this endpoint breaks its promises, beyond what is usual now."""
+    trust = state.trust
+    late = 0.0 if trust is None else trust.lateness(now)
+    if state.in_flight:
+        late = max(late, overdue(tuple(state.in_flight), now))
+    return max(0.0, late - state.pool.speeds.usual_late)
 
 
 def prompt_tokens(ask: Ask) -> int:

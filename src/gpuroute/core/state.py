@@ -39,7 +39,7 @@ class EndpointState:
     """Live knowledge of one endpoint, shared by successive snapshots and found again by id. Safe from any thread."""
 
     __slots__ = (
-        "__weakref__", "breaker", "caps", "domains", "endpoint", "failed", "history", "id", "in_flight",
+        "__weakref__", "breaker", "caps", "cohort", "domains", "endpoint", "failed", "history", "id", "in_flight",
         "inverse_weight", "joined_at", "last_error", "last_error_at", "latency", "latency_at", "limit", "lock",
         "pool", "queue", "ramp_at", "ramp_from", "report", "served", "silent_since", "speed", "stalls", "troubled",
         "trust", "until",
@@ -75,6 +75,7 @@ class EndpointState:
         """Take over a new registry record of the same endpoint; load and history stay."""
         self.endpoint = endpoint
         self.id = endpoint.id
+        self.cohort = self.pool.speeds.cohort(endpoint)
         self.domains = tuple((name, endpoint.labels[name]) for name in DOMAINS if name in endpoint.labels)
         self.inverse_weight = 1.0 / endpoint.weight if endpoint.weight > 0 else INF
 

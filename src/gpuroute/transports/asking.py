@@ -249,7 +249,7 @@ class Asker:
     def _pays(self, call: Call, state: EndpointState) -> bool:
         """Whether the call is expected to last long enough for a round trip more not to matter."""
         speeds = call.pool.shared.speeds
-        seconds = prompt_tokens(call.ask) * shrunk(state.speed, speeds.cohort(state.endpoint)) + speeds.mean_wait
+        seconds = prompt_tokens(call.ask) * shrunk(state.speed, state.cohort) + speeds.mean_wait
         return seconds >= WORTH * self.round_trip and (seconds >= SMALL_S or self.round_trip <= NEAR_S)
 
     def peer(self, state: EndpointState, now: float) -> Peer | None:
