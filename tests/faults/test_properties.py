@@ -115,7 +115,8 @@ class World:
         pool, states = self.pool, self.pool.snapshot.states
         for budget in (pool.budget, pool.hedges, pool.reroutes):
             assert budget.balance(self.now) >= 0
-            assert sum(budget._sums) + budget.floor * budget.window >= -1e-9  # what was taken was there
+            earned = budget.ratio * budget.deposits.within(self.now, budget.window) + budget.floor * budget.window
+            assert budget._withdrawals.within(self.now, budget.window) <= earned + 1e-9  # what was taken was there
         if self.settled:  # endpoints that leave shrink the pool under those that are out already
             ejected = sum(EJECTION in state.caps for state in states)
             assert ejected <= max(1, len(states) / 3)

@@ -9,59 +9,78 @@ from __future__ import annotations
 
 from gpuroute.errors import ConfigError
 
-BUCKETS = 10
+SECONDS = 64
 ROUNDING = 1e-9  # ten deposits of a tenth pay for one
+
+
+class Recent:
+    """Sums of the last minute, by second: adding is one store, so that a call which needs no budget pays for none.
+
+    Not locked: an addition that gets lost under a race is one call that earned nothing.
+    """
+
+    __slots__ = ("_second", "_sums")
+
+    def __init__(self) -> None:
+        self._second = 0
+        self._sums = [0.0] * SECONDS
+
+    def add(self, now: float, amount: float) -> None:
+        """Count `amount`; a clock that stepped back counts for the latest second."""
+        if now >= self._second + 1:
+            self._pass_to(int(now))
+        self._sums[self._second % SECONDS] += amount
+
+    def within(self, now: float, seconds: int) -> float:
+        """The sum of the present second and those before it, `seconds` in all (at most 64)."""
+        self.add(now, 0.0)
+        # Summed afresh: subtracting what expires would let rounding errors drift for ever.
+        end, sums = self._second % SECONDS + 1, self._sums
+        start = end - seconds
+        return sum(sums[start:end]) if start >= 0 else sum(sums[:end]) + sum(sums[start:])
+
+    def _pass_to(self, second: int) -> None:
+        # A long idle gap clears each second once, not once per elapsed second.
+        for passed in range(self._second + 1, min(second, self._second + SECONDS) + 1):
+            self._sums[passed % SECONDS] = 0.0
+        self._second = second
 
 
 class Budget:
     """A sliding window of deposits and withdrawals, in calls (or tokens: any one unit).
 
-    `ratio` of what was deposited, plus `floor` per second, over `window` seconds. The caller locks.
+    `ratio` of what was deposited, plus `floor` per second, over `window` whole seconds. Budgets of one pool share their
+    `deposits`. The caller locks withdrawals.
     """
 
-    __slots__ = ("_balance", "_index", "_sums", "_width", "floor", "ratio", "window")
+    __slots__ = ("_withdrawals", "deposits", "floor", "ratio", "window")
 
-    def __init__(self, ratio: float = 0.2, floor: float = 10.0, window: float = 10.0) -> None:
-        if not 0 <= ratio <= 10 or floor < 0 or window <= 0:
+    def __init__(
+        self, ratio: float = 0.2, floor: float = 10.0, window: int = 10, deposits: Recent | None = None
+    ) -> None:
+        if not 0 <= ratio <= 10 or floor < 0 or not 0 < window <= SECONDS:
             raise ConfigError(
-                f"retry budget: need 0 <= ratio <= 10, floor >= 0, window > 0; got {ratio}, {floor}, {window}"
+                f"retry budget: need 0 <= ratio <= 10, floor >= 0, 0 < window <= {SECONDS};"
+                f" got {ratio}, {floor}, {window}"
             )
         self.ratio = ratio
         self.floor = floor
         self.window = window
-        self._width = window / BUCKETS
-        self._sums = [0.0] * BUCKETS
-        self._index = 0
-        self._balance = 0.0
+        self.deposits = Recent() if deposits is None else deposits
+        self._withdrawals = Recent()
 
     def deposit(self, now: float, amount: float = 1.0) -> None:
         """Count a new call."""
-        self._add(now, self.ratio * amount)
+        self.deposits.add(now, amount)
 
     def try_withdraw(self, now: float, amount: float = 1.0) -> bool:
         """Take `amount` for an extra attempt, or leave everything as it is and return False."""
         if self.balance(now) < amount - ROUNDING:
             return False
-        self._add(now, -amount)
+        self._withdrawals.add(now, amount)
         return True
 
     def balance(self, now: float) -> float:
-        """What could be withdrawn now; never negative. Forgets what has left the window, so it needs the lock too."""
-        self._roll(now)
-        return max(0.0, self._balance + self.floor * self.window)
-
-    def _add(self, now: float, amount: float) -> None:
-        self._roll(now)
-        self._sums[self._index % BUCKETS] += amount
-        self._balance += amount
-
-    def _roll(self, now: float) -> None:
-        index = int(now / self._width)
-        if index <= self._index:
-            return
-        # A long idle gap clears each bucket once, not once per elapsed bucket.
-        for passed in range(self._index + 1, min(index, self._index + BUCKETS) + 1):
-            self._sums[passed % BUCKETS] = 0.0
-        self._index = index
-        # Summed afresh: subtracting expired buckets would let rounding errors drift for ever.
-        self._balance = sum(self._sums)
+        """What could be withdrawn now; never negative."""
+        earned = self.ratio * self.deposits.within(now, self.window) + self.floor * self.window
+        return max(0.0, earned - self._withdrawals.within(now, self.window))

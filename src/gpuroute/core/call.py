@@ -75,14 +75,10 @@ class Call:
         self.tried = Tried()
         self.not_before = now
         self.unanswered = 0
-        shared = pool.shared
-        shared.signals.calls += 1
+        pool.shared.signals.calls += 1
         self.work = pool.work(self.ask.tokens)
         pool.late *= 0.98
-        with shared.lock:
-            pool.budget.deposit(now, self.work)
-            pool.hedges.deposit(now, self.work)
-            pool.reroutes.deposit(now, self.work)
+        pool.arrivals.add(now, self.work)
 
     def time_left(self, now: float) -> float:
         """Seconds until the deadline; infinite without one."""

@@ -60,6 +60,7 @@ class Pool:
     """All that is known of one pool. Safe from any thread; `update` calls must not overlap each other."""
 
     __slots__ = (
+        "arrivals",
         "budget",
         "hedges",
         "late",
@@ -89,8 +90,10 @@ class Pool:
         self.shared = PoolState(random, rules.breaker, make_lock)
         self.lock = make_lock()
         self.budget = Budget(rules.budget_ratio, rules.budget_floor)
-        self.hedges = Budget(rules.hedge.hedge_share, floor=0.1)
-        self.reroutes = Budget(rules.hedge.reroute_share, floor=0.0, window=60.0)  # 10 s of a quiet client pay for none
+        self.arrivals = self.budget.deposits
+        self.hedges = Budget(rules.hedge.hedge_share, floor=0.1, deposits=self.arrivals)
+        # 10 s of a quiet client pay for no reroute.
+        self.reroutes = Budget(rules.hedge.reroute_share, floor=0.0, window=60, deposits=self.arrivals)
         self.outliers = Outliers(rules.outliers, now)
         self.late = 0.0  # moving share of calls that were due for a reroute
         self.mean_tokens = 0.0
