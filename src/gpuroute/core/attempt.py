@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from gpuroute.core.endpoint import Endpoint
     from gpuroute.core.outcome import Outcome
+    from gpuroute.core.predictive import Features, Model
     from gpuroute.core.state import EndpointState
 
 
@@ -38,6 +39,7 @@ class Attempt:
         "ended",
         "first",
         "last",
+        "lesson",
         "number",
         "outcome",
         "phase",
@@ -60,6 +62,7 @@ class Attempt:
         self.uncached = tokens
         self.queued = 0.0
         self.promised: float | None = None  # seconds to the first token, by its bid
+        self.lesson: tuple[Model, Features] | None = None  # what its first token teaches `predictive`
         self.whole = False
         self.phase: Phase = READY
         self.reached: Phase = READY
@@ -89,8 +92,9 @@ class Attempt:
         if self.phase < STREAMING:
             self.phase = self.reached = STREAMING
             self.first = self.last = now
-            self.state.alive(now)
-            self.state.first_token(self, now)
+            state = self.state
+            state.silent_since = now if state.in_flight else None
+            state.first_token(self, now)
 
     def chunk(self, now: float) -> None:
         """One more piece of a stream reached the caller."""
@@ -107,7 +111,7 @@ class Attempt:
             return False
         state.pool.in_flight.discard(self)
         if outcome.health > 0 or (outcome.health == 0 and not state.in_flight):
-            state.alive(now)
+            state.silent_since = now if state.in_flight else None
         self.phase = DONE
         self.outcome = outcome
         self.ended = now

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from gpuroute.core.state import EndpointState
 
 INF = math.inf
+SUCCESS = Outcome.SUCCESS
 
 
 class Call:
@@ -111,13 +112,14 @@ class Call:
         if now >= self.deadline:
             self.pool.shared.signals.deadlines += 1
             raise DeadlineExceeded(self._story(f"deadline exceeded after {now - self.started:.3f} s"))
-        attempt = self.pool.acquire(self.ask, now, self.tried, self.history)
+        pool, history = self.pool, self.history
+        attempt = pool.acquire(self.ask, now, self.tried if history else (), history)
         if attempt is None:
             raise self._nobody(now)
-        signals = self.pool.shared.signals
+        signals = pool.shared.signals
         signals.attempts += 1
         signals.retries += attempt.number > 1
-        self.tried.add(attempt.state)
+        self.tried.states.add(attempt.state)
         return attempt
 
     def finish(
@@ -138,7 +140,7 @@ class Call:
         the caller are no reason to stop. Finishing an attempt twice changes nothing and returns False.
         """
         reached = attempt.phase
-        if not attempt.finish(outcome, now, reason):
+        if not attempt.finish(outcome, now, reason) or outcome is SUCCESS:
             return False
         rules = self.pool.rules.retry
         if outcome is Outcome.OVERLOADED:
@@ -200,7 +202,8 @@ class Call:
     def close(self, now: float) -> None:
         """Release whatever is still live as CANCELLED. Idempotent; the end of every driver's `finally`."""
         for attempt in self.history:
-            attempt.finish(Outcome.CANCELLED, now)
+            if attempt.outcome is None:
+                attempt.finish(Outcome.CANCELLED, now)
 
     def elsewhere(self) -> bool:
         """True if an endpoint that was not tried takes calls now."""

@@ -29,11 +29,14 @@ class LogMean:
 
     def add(self, value: float) -> None:
         """Learn one sample (> 0; anything else is ignored)."""
-        if not 0 < value < math.inf:
-            return
+        if 0 < value < math.inf:
+            self.add_log(math.log(value))
+
+    def add_log(self, log: float) -> None:
+        """Learn one sample by its logarithm."""
         self.count += 1
         step = max(self.alpha, 1.0 / self.count)
-        off = math.log(value) - self.mean
+        off = log - self.mean
         self.mean += step * off
         if self.count > 1:
             self.spread += step * (abs(off) - self.spread)
@@ -60,12 +63,19 @@ class History:
         self.whole = LogMean()
         self.gap = LogMean(0.01)
 
-    def first(self, attempt: Attempt, seconds: float) -> None:
-        """Learn the time to a first byte."""
-        if attempt.whole:
-            self.whole.add(seconds)
-        else:
-            self.ttft.add(seconds / prompt_units(attempt.tokens))
+
+def learn_first_byte(own: History, common: History, attempt: Attempt, seconds: float) -> None:
+    """The time to a first byte, for an endpoint and its pool."""
+    if not 0 < seconds < math.inf:
+        return
+    if attempt.whole:
+        log = math.log(seconds)
+        own.whole.add_log(log)
+        common.whole.add_log(log)
+    else:
+        log = math.log(seconds / prompt_units(attempt.tokens))
+        own.ttft.add_log(log)
+        common.ttft.add_log(log)
 
 
 def prompt_units(tokens: int) -> float:

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from gpuroute.core.state import EndpointState
 
 
-def learn_promise(state: EndpointState, attempt: Attempt, now: float) -> None:
-    """A first token came at the time that a bid had promised, or later; or there was no bid."""
+def learn_attempt(state: EndpointState, attempt: Attempt, now: float) -> None:
+    """An attempt's first token: teaches what `learn_first_token` says, and how far the bid was true, if there was one."""
     seconds = now - attempt.started
+    wait = learn_first_token(state, attempt.uncached, attempt.queued, seconds, now)
     if attempt.promised is None:
-        speeds = state.pool.speeds
-        learn_blind(speeds, max(0.0, seconds - attempt.uncached * shrunk(state.speed, state.cohort)))
+        learn_blind(state.pool.speeds, wait)
         return
     if state.trust is None:
         state.trust = Trust()
@@ -33,19 +33,20 @@ def learn_promise(state: EndpointState, attempt: Attempt, now: float) -> None:
     learn_usual(state.pool.speeds, attempt.promised, seconds)
 
 
-def learn_first_token(state: EndpointState, uncached: int, queued: float, seconds: float, now: float) -> None:
-    """A first token after `seconds`: teaches the rate (if the queue ahead was known or short) and the wait."""
-    speeds = state.pool.speeds
-    cohort = state.cohort
+def learn_first_token(state: EndpointState, uncached: int, queued: float, seconds: float, now: float) -> float:
+    """A first token after `seconds`: teaches the rate (if the queue ahead was known or short) and the wait it returns."""
+    speeds, cohort = state.pool.speeds, state.cohort
     if state.speed is None:
         state.speed = Rate(math.exp(cohort.log))
     work = max(1.0, uncached + queued)
-    weight = min(1.0, work / TELLING_TOKENS)
-    state.speed.learn(seconds / work, weight)
-    cohort.learn(seconds / work, weight)
+    if seconds > 0:
+        log, weight = math.log(seconds / work), min(1.0, work / TELLING_TOKENS)
+        state.speed.learn(log, weight)
+        cohort.learn(log, weight)
     wait = max(0.0, seconds - uncached * shrunk(state.speed, cohort))
     _learn_wait(state, wait, now - seconds, now)
     speeds.note(state, calm=wait < max(CALM_S, speeds.mean_wait / 2))
+    return wait
 
 
 def learn_silence(state: EndpointState, started: float, now: float) -> None:

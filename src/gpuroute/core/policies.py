@@ -20,6 +20,7 @@ from gpuroute.core.pickers import (
     peak_ewma,
     queue_depth,
 )
+from gpuroute.core.predictive import Predictive
 from gpuroute.core.seconds import Soonest
 from gpuroute.errors import ConfigError
 
@@ -36,7 +37,7 @@ POLICIES: dict[str, Callable[[Kit], Picker]] = {
     "queue_depth": lambda kit: Cheapest(kit, TwoRandom(kit.states, kit.random), queue_depth),
     "prefix": lambda kit: Homes(kit, wants_ladder=True),
     "session": lambda kit: Homes(kit, wants_ladder=False),
-    "predictive": lambda kit: Soonest(kit, homes=False),
+    "predictive": Predictive,
     "auto": lambda kit: Soonest(kit, homes=True),
 }
 

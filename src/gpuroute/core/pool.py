@@ -124,6 +124,7 @@ class Pool:
             placements=self.placements,
             ring=before.picker.ring,
         )
+        self.shared.predicts = isinstance(self.snapshot.picker, Soonest) or rules.hedge.reroute
         self.shared.stalling.intersection_update(self.snapshot.states)
         self.shared.wake_at = min(self.shared.wake_at, self.outliers.due_at)
         if before.states:  # endpoints that were there before this process are as warm as they get
@@ -144,7 +145,9 @@ class Pool:
             self.tick(now)
         if ask is not NOTHING_ASKED:
             ask.now, ask.mean_tokens = now, self.mean_tokens
-        state = None if self._panics() else self._unsuspected(ask, now, tried)
+        state = None if self.rules.panic_share and self._panics() else self.pick(ask, tried)
+        if state is not None and state.silent_since is not None and self.rules.watchdog.suspects(state, now):
+            state = self._unsuspected(state, ask, tried)
         while state is not None:
             attempt = state.acquire(now, tries, ask.tokens)
             if attempt is not None:
@@ -153,11 +156,8 @@ class Pool:
             state = self.pick(ask, tried)  # a limit was reached in between: that endpoint is not admitted now
         return self._acquire_in_panic(ask, now, tried, tries) if self.rules.panic == "fail_open" else None
 
-    def _unsuspected(self, ask: Ask, now: float, tried: Container[EndpointState]) -> EndpointState | None:
-        """The pick, or another one if calls wait there for longer than is usual: silence makes dear at once."""
-        state = self.pick(ask, tried)
-        if state is None or state.silent_since is None or not self.rules.watchdog.suspects(state, now):
-            return state
+    def _unsuspected(self, state: EndpointState, ask: Ask, tried: Container[EndpointState]) -> EndpointState | None:
+        """Another one, if there is any, than where calls wait for longer than is usual: silence makes dear at once."""
         avoided = Tried()
         if isinstance(tried, Tried):
             avoided.states |= tried.states
@@ -206,7 +206,7 @@ class Pool:
     def _panics(self) -> bool:
         """Too few are admitted for the load of all: `panic_share` of 0 leaves it at "nobody is"."""
         share, limited = self.rules.panic_share, self.shared.limited
-        if not share or not limited or self.rules.panic != "fail_open":
+        if not limited or self.rules.panic != "fail_open":
             return False
         routable = self.snapshot.routable
         return sum(state.admitted for state in routable) <= share * len(routable)

@@ -48,6 +48,7 @@ class PoolState:
         "limited",
         "lock",
         "make_lock",
+        "predicts",
         "ramping",
         "random",
         "signals",
@@ -72,6 +73,7 @@ class PoolState:
         self.stalling: set[EndpointState] = set()
         self.history = History()
         self.speeds = Speeds()
+        self.predicts = True  # whether anybody asks `speeds`: counting policies do not
         self.wake_at = INF
         self.signals = Signals()
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from gpuroute.core.endpoint import Endpoint
+    from gpuroute.core.predictive import Model
     from gpuroute.core.state import EndpointState
 
 # Seconds per prompt token of an 8B model in BF16, from public kernel measurements (docs/simulation.md).
@@ -40,11 +41,10 @@ class Rate:
         self.log = math.log(prior)
         self.count = 0.0
 
-    def learn(self, seconds_per_token: float, weight: float = 1.0) -> None:
-        """One sample; the newest weigh 2 % once there are fifty. `weight` (0..1): how much it can say."""
-        if 0 < seconds_per_token < math.inf:
-            self.count += weight
-            self.log += (math.log(seconds_per_token) - self.log) * weight * max(0.02, 1.0 / (self.count + 1))
+    def learn(self, log: float, weight: float = 1.0) -> None:
+        """One sample, log(seconds per token); the newest weigh 2 % once there are fifty. `weight`: what it can say."""
+        self.count += weight
+        self.log += (log - self.log) * weight * max(0.02, 1.0 / (self.count + 1))
 
 
 class Speeds:
@@ -53,11 +53,12 @@ class Speeds:
     Not locked: single stores of floats and single steps of a dict.
     """
 
-    __slots__ = ("_calm", "_cohorts", "backlog", "blind_wait", "mean_wait", "usual_late")
+    __slots__ = ("_calm", "_cohorts", "backlog", "blind_wait", "mean_wait", "models", "usual_late")
 
     def __init__(self) -> None:
         self._calm: dict[EndpointState, None] = {}
         self._cohorts: dict[tuple[str, str], Rate] = {}
+        self.models: dict[tuple[str, str], Model] = {}  # of the policy `predictive`, by cohort
         self.mean_wait = 0.0
         self.backlog = 0.0  # moving mean of queued tokens in bids
         self.usual_late = 0.0  # median of seconds that first tokens come later than bids promise

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from gpuroute.core.attempt import Attempt
 from gpuroute.core.breaker import Breaker, BreakerState
 from gpuroute.core.candidates import UNKNOWN_LATENCY
-from gpuroute.core.history import History
-from gpuroute.core.learning import learn_first_token, learn_latency, learn_promise
+from gpuroute.core.history import History, learn_first_byte
+from gpuroute.core.learning import learn_attempt, learn_latency
 from gpuroute.core.ramp import climb, start_ramp
 
 if TYPE_CHECKING:
@@ -133,8 +133,11 @@ class EndpointState:
     def first_token(self, attempt: Attempt, now: float) -> None:
         """An attempt's first byte arrived: learn how long that takes here, per unit of prompt."""
         self._learn_ttft(attempt, now - attempt.started)
-        learn_promise(self, attempt, now)
-        learn_first_token(self, attempt.uncached, attempt.queued, now - attempt.started, now)
+        if self.pool.predicts:
+            learn_attempt(self, attempt, now)
+        if attempt.lesson is not None:
+            model, features = attempt.lesson
+            model.learn(features, now - attempt.started)
         if self.stalls:
             self.stalls = 0.0
             self.pool.stalling.discard(self)
@@ -166,8 +169,7 @@ class EndpointState:
     def _learn_ttft(self, attempt: Attempt, seconds: float) -> None:
         if self.history is None:
             self.history = History()
-        for history in (self.history, self.pool.history):
-            history.first(attempt, seconds)
+        learn_first_byte(self.history, self.pool.history, attempt, seconds)
 
     def teach(self, attempt: Attempt, outcome: Outcome, now: float) -> None:
         """Learn from a finished attempt. On success with nothing wrong before, this is all that is done."""
