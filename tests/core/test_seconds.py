@@ -11,7 +11,8 @@ from gpuroute.core.candidates import Ask
 from gpuroute.core.endpoint import Endpoint, Gpu
 from gpuroute.core.learning import learn_bid, learn_first_token
 from gpuroute.core.report import MAX_AGE_S, Report, faded, own_work
-from gpuroute.core.seconds import MOST, Soonest
+from gpuroute.core.seconds import Soonest
+from gpuroute.core.sources import MOST
 
 LADDER = (11, 12, 13, 14, 15, 16)
 

@@ -58,7 +58,9 @@ class Queue:
 
 def faded(seconds: float, age: float, mean: float) -> float:
     """What an observation of that age says of now: its distance from the mean shrinks; past `MAX_AGE_S` it is absent."""
-    return mean if age > MAX_AGE_S else mean + (seconds - mean) * math.exp(-age / FADE_S)
+    if age > MAX_AGE_S or seconds == mean:
+        return mean
+    return mean + (seconds - mean) * math.exp(-age / FADE_S)
 
 
 def own_work(attempts: set[Attempt], since: float, now: float) -> tuple[int, float]:

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import islice
 from typing import TYPE_CHECKING
 
-from gpuroute.core.candidates import NOTHING_ASKED, Ask, TwoRandom
+from gpuroute.core.candidates import NOTHING_ASKED, Ask
 from gpuroute.core.pickers import Kit, first_admitted
 from gpuroute.core.prefix import BLOCK_TOKENS, DEPTHS
 from gpuroute.core.report import faded, own_work
+from gpuroute.core.sources import HOME, HOME_RUNG, Sources, prompt_tokens
 from gpuroute.core.speed import Speeds, shrunk
 from gpuroute.core.trust import DOUBT_S, blind_queue, overdue
 
@@ -29,13 +29,7 @@ if TYPE_CHECKING:
     from gpuroute.core.state import EndpointState
 
 INF = math.inf
-DEFAULT_TOKENS = 256  # a prompt of unknown length
 BLIND_NEIGHBOUR_S = 0.0002  # per own call in flight: breaks ties
-HOME_RUNG = 3  # a home is worth up to 2,048 tokens of its prefix
-HOME = "home"
-MOST = 6  # candidates that are asked: more gain nothing
-SOME = 64  # endpoints that are looked at for an agent
-SESSION_TOKENS = 2_048  # the same, of a caller who named a session because it matters
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +66,9 @@ class Soonest:
     def __init__(self, kit: Kit, *, homes: bool, rules: SecondsRules | None = None) -> None:
         self.wants_ladder = homes
         self.rules = rules or SecondsRules()
+        self.ring = kit.ring() if homes else None
         self._kit = kit
-        self._two = TwoRandom(kit.states, kit.random)
-        self._ring = kit.ring() if homes else None
-        self.ring = self._ring
-        self._asks = any(state.endpoint.agent for state in kit.states[:SOME])
+        self._sources = Sources(kit, self.rules, self.ring)
 
     def candidates(self, ask: Ask) -> Sequence[EndpointState]:
         """A handful, drawn once per call. With agents at most six: last placement, homes of 1,024 and of 4,096 tokens
@@ -149,12 +141,14 @@ class Soonest:
         """Seconds of waiting and prefill by what was last seen or reported here, and what this process has sent since."""
         rules, speeds, in_flight = self.rules, state.pool.speeds, state.in_flight
         queue, report, now, mean = state.queue, state.report, ask.now, speeds.mean_wait
-        since = -INF if queue is None else queue.at
-        if report is not None and report.at > since:
+        if report is not None and (queue is None or report.at > queue.at):
             since = report.at
             wait = faded(report.queue_tokens(ask.mean_tokens) * rate, now - since, mean)
+        elif queue is not None:
+            since = queue.at
+            wait = faded(queue.seconds, now - since, mean)
         else:
-            wait = mean if queue is None else faded(queue.seconds, now - since, mean)
+            since, wait = -INF, mean
         if in_flight:
             tokens, age = own_work(in_flight, since, now)
             wait = max(wait + tokens * rate, age) + len(in_flight) * BLIND_NEIGHBOUR_S
@@ -164,7 +158,8 @@ class Soonest:
             alpha = self._alpha(speeds)
         if why == HOME:
             alpha *= 1 - rules.blind_hit  # others were sent here for the same prefix
-        return wait + alpha * _uncached(state, ask, None, 0.0) * rate
+        uncached = (ask.tokens or prompt_tokens(ask)) - ask.placed.get(state.id, 0)
+        return wait + alpha * rate * (max(1, uncached))
 
     def _slower(self, bid: Report) -> float:
         """By which factor prefill is slower there, beside the decodes that the bid reports."""
@@ -177,50 +172,9 @@ class Soonest:
     def _drawn(self, ask: Ask) -> dict[EndpointState, str]:
         found = ask.candidates
         if found is None or ask.drawn_by is not self:  # of an older view: some may have left since
-            found = ask.candidates = self._draw(ask)
+            found = ask.candidates = self._sources.draw(ask)
             ask.drawn_by = self
         return found
-
-    def _draw(self, ask: Ask) -> dict[EndpointState, str]:
-        """Candidates, and why each is one; the first reason counts."""
-        found: dict[EndpointState, str] = {}
-        by_id, ring, asks = self._kit.by_id, self._ring, self._asks
-        known = ring is not None and (ask.key is not None or bool(ask.ladder))
-        if ring is not None and known:
-            last = self._recall(ask)
-            if last in by_id:
-                found[by_id[last]] = "placed before"
-            for key, count in self._home_keys(ask):
-                for owner in (ring.home(key),) if count == 1 else islice(ring.homes(key), count):
-                    found.setdefault(by_id[owner], HOME)
-        if not asks and self._kit.states:
-            calm = (state for state in self._kit.states[0].pool.speeds.calm() if by_id.get(state.id) is state)
-            for state in islice(calm, self.rules.calm):
-                found.setdefault(state, "calm")
-        for _ in range(1 if known or not asks else 2):  # four asks are enough for queues, more find prefixes
-            for state in self._two(ask):
-                if len(found) < MOST or not asks:
-                    found.setdefault(state, "random")
-        return found
-
-    def _home_keys(self, ask: Ask) -> Iterable[tuple[int, int]]:
-        """Ring positions, and how many homes of each."""
-        if ask.key is not None:
-            return ((ask.key, 2),)
-        ladder, rungs = ask.ladder, self.rules.ask_rungs if self._asks else self.rules.blind_rungs
-        return {ladder[min(len(ladder) - 1, rung)]: count for rung, count in rungs}.items()
-
-    def _recall(self, ask: Ask) -> str | None:
-        """Put into the ask what this process has placed of its prompt, and where; returns its last placement."""
-        placements = self._kit.placements
-        depths = placements.depths(ask.ladder)
-        placed = {owner: min(DEPTHS[index] * BLOCK_TOKENS, ask.tokens) for owner, index in depths.items()}
-        last = next(iter(placed), None)
-        if ask.key is not None and (owner := placements.owner(ask.key)) is not None:
-            placed[owner] = prompt_tokens(ask) * 3 // 4  # a session's prompt is its last one and a new turn
-            last = owner
-        ask.placed = placed
-        return last
 
 
 def _uncached(state: EndpointState, ask: Ask, bid: Report | None, late: float) -> int:
@@ -239,8 +193,3 @@ def _late(state: EndpointState, now: float) -> float:
     if state.in_flight:
         late = max(late, overdue(tuple(state.in_flight), now))
     return max(0.0, late - state.pool.speeds.usual_late)
-
-
-def prompt_tokens(ask: Ask) -> int:
-    """The length of the prompt, guessed if it is not known."""
-    return ask.tokens or (DEFAULT_TOKENS if ask.key is None else SESSION_TOKENS)

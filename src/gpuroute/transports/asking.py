@@ -42,7 +42,8 @@ from gpuroute.core.asking import (
 from gpuroute.core.learning import learn_bid
 from gpuroute.core.prefix import seed
 from gpuroute.core.report import Report
-from gpuroute.core.seconds import Soonest, prompt_tokens
+from gpuroute.core.seconds import Soonest
+from gpuroute.core.sources import prompt_tokens
 from gpuroute.core.speed import shrunk
 from gpuroute.engines.catalog import engine_of
 from gpuroute.engines.usage import read_usage
