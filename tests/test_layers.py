@@ -93,9 +93,9 @@ def test_the_layer_test_sees_lazy_relative_and_package_imports(tmp_path: Path, m
 REPORT = """
 import json, sys, time
 before = set(sys.modules)
-started = time.perf_counter()
+started = time.process_time()  # the machine may have other things to do
 import gpuroute
-took = time.perf_counter() - started
+took = time.process_time() - started
 print(json.dumps({"ms": took * 1e3, "new": sorted(set(sys.modules) - before)}))
 """
 

@@ -124,10 +124,12 @@ def test_draining_waits_for_running_calls(eventually: Callable[..., None]) -> No
         with httpx2.stream("POST", f"{server.url}/v1/completions", json=body, timeout=90) as response:
             chunks = response.iter_raw()
             next(chunks)
+            server.hang()  # until all has been seen, however long that takes
             agent.terminate()
             eventually(lambda: agent.state() == "draining", "bids say that it drains")
             eventually(lambda: agent.load()["running"] == 1, "it sees the call")
             assert agent.process.poll() is None
+            server.resume()
             for _ in chunks:
                 pass
         assert agent.process.wait(40) == 0

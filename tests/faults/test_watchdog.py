@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import time
+import re
 from typing import TYPE_CHECKING
 
 import pytest
 from fault_world import TEXT, ask, experienced, signals, vllm
+from stopwatch import Stopwatch
 
 from gpuroute.core.outcome import Outcome
 from gpuroute.errors import StreamStalled
@@ -20,15 +21,16 @@ if TYPE_CHECKING:
 
 
 def test_a_hung_engine_is_left_and_after_two_in_a_row_it_is_out(
-    gpus: Callable[..., list[GpuServer]], call: Callable[..., Caller], kind: str
+    gpus: Callable[..., list[GpuServer]], call: Callable[..., Caller], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("gpuroute.core.watchdog.SUSPICIOUS_S", 1.0)  # all nine are on their way before it is suspected
     servers = gpus(3)
     client = call(kind, vllm(servers))
-    experienced(client)
+    experienced(client, floor=1.0)
     servers[0].hang()  # its /health still says 200
-    started = time.monotonic()
-    assert {answer.status_code for answer in client.many(9, TEXT, json=ask(stream=True))} == {200}
-    assert time.monotonic() - started < 3
+    with Stopwatch() as watch:
+        assert {answer.status_code for answer in client.many(9, TEXT, json=ask(stream=True))} == {200}
+    assert watch.seconds < 3
     assert servers[0].state()["received"] == 3  # those that were on their way at once
     assert signals(client)["stalls"] == 3
     assert signals(client)["ejections"] == 1
@@ -62,11 +64,14 @@ def test_the_stalled_attempt_says_so_and_nothing_was_delivered_twice(
     client = call(kind, vllm(servers))
     experienced(client)
     servers[0].hang()
-    response = client.open(TEXT, json=ask(), headers={"x-request-id": "one"})
-    client.read(response)
+    with Stopwatch() as watch:
+        response = client.open(TEXT, json=ask(), headers={"x-request-id": "one"})
+        client.read(response)
     first, second = response.extensions["gpuroute"]["attempts"]
     assert (first["endpoint"], first["outcome"]) == ("gpu-0", Outcome.TIMED_OUT.label)
-    assert first["reason"].startswith("silent for 0.1")
+    silent = re.fullmatch(r"silent for ([\d.]+) s", first["reason"])
+    assert silent is not None
+    assert 0.15 <= float(silent[1]) < 0.15 + watch.taken + 0.15
     assert second["endpoint"] == "gpu-1"
     assert servers[1].last_request.header("x-gpuroute-attempt") == "2"
     assert servers[0].last_request.header("x-gpuroute-attempt") is None
@@ -95,10 +100,10 @@ def test_the_last_attempt_is_waited_for_longer(
     client = call(kind, vllm(servers))
     experienced(client)
     servers[0].hang()
-    started = time.monotonic()
-    with pytest.raises(client.library.ReadTimeout):
+    with Stopwatch() as watch, pytest.raises(client.library.ReadTimeout):
         client.post(TEXT, json=ask(), extensions={"gpuroute": {"attempts": 1}})
-    assert 0.55 < time.monotonic() - started < 2
+    assert watch.wall > 0.55
+    assert watch.seconds < 2
 
 
 def test_a_whole_answer_is_not_judged_by_the_first_bytes_of_streams(
@@ -133,9 +138,9 @@ def test_off_means_the_clients_own_timeouts(
     client = call(kind, vllm(servers), watchdog=False)
     experienced(client)
     servers[0].hang()
-    started = time.monotonic()
-    assert client.post(TEXT, json=ask(), timeout=0.6).status_code == 200
-    assert time.monotonic() - started >= 0.6
+    with Stopwatch() as watch:
+        assert client.post(TEXT, json=ask(), timeout=0.6).status_code == 200
+    assert watch.wall >= 0.6
     assert signals(client)["stalls"] == 0
 
 
@@ -144,8 +149,8 @@ def test_the_deadline_travels_in_a_header_if_it_has_a_name(
 ) -> None:
     servers = gpus(1)
     client = call(kind, vllm(servers), deadline_header="x-request-timeout")
-    client.post(TEXT, json=ask(), extensions={"gpuroute": {"timeout": 5.0}})
-    assert 4_000 < int(servers[0].last_request.header("x-request-timeout")) <= 5_000
+    client.post(TEXT, json=ask(), extensions={"gpuroute": {"timeout": 60.0}})
+    assert 40_000 < int(servers[0].last_request.header("x-request-timeout")) <= 60_000
     client.post(TEXT, json=ask())
     assert servers[0].last_request.header("x-request-timeout") is None
 
@@ -183,7 +188,7 @@ def test_who_waits_at_an_endpoint_that_is_found_to_hang_waits_no_longer(
     pool = client.router.pool("llama")
     servers[0].hang()
     pool.snapshot.states[0].stalls = 2.0  # as two streams have found out meanwhile
-    started = time.monotonic()
-    assert client.post(TEXT, json=ask(stream=False)).status_code == 200
-    assert time.monotonic() - started < 2  # and not the 5 s of a whole answer
+    with Stopwatch() as watch:
+        assert client.post(TEXT, json=ask(stream=False)).status_code == 200
+    assert watch.seconds < 2  # and not the 5 s of a whole answer
     assert servers[0].state()["received"] == 1

@@ -50,6 +50,11 @@ class Caller:
     def run(self, result: Any) -> Any:
         return self._runner.run(_awaited(result)) if self._runner is not None else result
 
+    def breathe(self) -> None:
+        """Let the client's loop do what it has to do: between calls it stands still."""
+        if self._runner is not None:
+            self._runner.run(asyncio.sleep(0.001))
+
     def request(self, method: str, url: str, **arguments: Any) -> Any:
         return self.run(self.client.request(method, url, **arguments))
 

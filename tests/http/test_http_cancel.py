@@ -10,12 +10,12 @@ import inspect
 import random
 import re
 import threading
-import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from http_caller import endpoint, in_flight, router_for
 from http_stub import Exchange, hang, ok, reset, sse, status
+from stopwatch import Stopwatch
 
 from gpuroute import Endpoint
 from gpuroute.transports import http, streams, wires
@@ -81,7 +81,9 @@ def test_l1_random_cancellations_leave_nothing(stubs: Stage, name: str) -> None:
         limits = (modern if name == "httpx2" else legacy).Limits(max_connections=2)  # some wait for a connection
         async with library.AsyncClient(router, limits=limits, timeout=1.0) as client:
             ends: dict[str, int] = {}
-            for _ in range(50):
+            rounds = 0
+            while rounds < 50 or (rounds < 500 and ends.get("CancelledError", 0) <= 300):  # how many is timing
+                rounds += 1
                 tasks = [asyncio.create_task(one_call(client)) for _ in range(20)]
                 for task in tasks:
                     asyncio.get_running_loop().call_later(random.random() * 0.02, task.cancel)
@@ -183,10 +185,9 @@ def test_r10_nothing_is_sent_after_a_cancellation(stubs: Stage, kind: str) -> No
 
     async def scenario() -> None:
         async with library.AsyncClient(router) as client:
-            started = time.monotonic()
-            with pytest.raises(TimeoutError):
+            with Stopwatch() as watch, pytest.raises(TimeoutError):
                 await asyncio.wait_for(one_call(client), 0.1)
-            assert time.monotonic() - started < 0.2
+            assert watch.seconds < 0.2
             await asyncio.sleep(0.05)
             a.behave = b.behave = status(500)  # now it sleeps between attempts
             task = asyncio.create_task(one_call(client))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from http_caller import attempts, endpoint
 from http_stub import DONE, Exchange, hang, ok, reset, sse, status, token
+from stopwatch import Stopwatch
 
 import gpuroute
 from gpuroute import Endpoint
@@ -325,10 +325,13 @@ def test_r9_the_deadline_holds_over_all_attempts(stubs: Stage, caller: Make) -> 
     for server in servers:
         server.behave = hang
     client = caller(servers)
-    started = time.monotonic()
-    with pytest.raises(client.ours.DeadlineExceeded, match=r"deadline exceeded after 0\.[2-4].*1 attempt: a") as caught:
+    with (
+        Stopwatch() as watch,
+        pytest.raises(client.ours.DeadlineExceeded, match=r"deadline exceeded after [\d.]+ s.*1 attempt: a") as caught,
+    ):
         client.post(extensions={"gpuroute": {"timeout": 0.2}})
-    assert time.monotonic() - started < 0.2 + 0.15
+    assert watch.wall >= 0.2
+    assert watch.seconds < 0.2 + 0.15
     assert isinstance(caught.value, client.library.TimeoutException)
     assert isinstance(caught.value, TimeoutError)
     assert sum(len(server.came) for server in servers) == 1
@@ -338,23 +341,22 @@ def test_r9_a_backoff_beyond_the_deadline_is_not_waited_for(stubs: Stage, caller
     (a,) = stubs("a")
     a.behave = status(503, b"overloaded", retry_after="5")
     client = caller([a])
-    started = time.monotonic()
-    answer = client.post(extensions={"gpuroute": {"timeout": 0.5}})
+    with Stopwatch() as watch:
+        answer = client.post(extensions={"gpuroute": {"timeout": 4.5}})
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
-    assert time.monotonic() - started < 0.3
+    assert watch.seconds < 0.3
     assert len(a.came) == 1
 
 
 def test_r9_the_clients_own_timeouts_hold_per_attempt(stubs: Stage, caller: Make) -> None:
     a, b = stubs("a", "b")
     a.behave = hang
-    client = caller([a, b], timeout=0.1)
+    client = caller([a, b], timeout=0.4)
     assert attempts(client.post()) == ["a ReadTimeout", "b success"]
     b.behave = hang
-    started = time.monotonic()
-    with pytest.raises(client.library.ReadTimeout):
+    with Stopwatch() as watch, pytest.raises(client.library.ReadTimeout):
         client.post(extensions={"gpuroute": {"timeout": 5}})
-    assert time.monotonic() - started < 0.1 * 2 + 0.3
+    assert watch.seconds < 0.4 * 2 + 0.3
 
 
 @pytest.mark.parametrize("silent", [True, False])
@@ -362,17 +364,18 @@ def test_r9_a_stream_is_cut_at_the_deadline(stubs: Stage, caller: Make, *, silen
     (a,) = stubs("a")
     a.behave = sse("x", then=hang) if silent else sse(*["x"] * 500, pause=0.01)
     client = caller([a])
-    started = time.monotonic()
-    response = client.open(extensions={"gpuroute": {"timeout": 0.2}})
-    with pytest.raises(client.ours.DeadlineExceeded):
-        client.read(response)
-    assert time.monotonic() - started < 0.2 + 0.15
+    with Stopwatch() as watch:
+        response = client.open(extensions={"gpuroute": {"timeout": 0.4}})
+        with pytest.raises(client.ours.DeadlineExceeded):
+            client.read(response)
+    assert watch.wall >= 0.4
+    assert watch.seconds < 0.4 + 0.15
 
 
 def test_a_stream_that_falls_silent_is_a_read_timeout_too(stubs: Stage, caller: Make) -> None:
     (a,) = stubs("a")
     a.behave = sse("x", then=hang)
-    client = caller([a], timeout=0.1)
+    client = caller([a], timeout=0.4)
     response = client.open()
     with pytest.raises(client.library.ReadTimeout) as caught:
         client.read(response)
@@ -404,9 +407,9 @@ def test_connects_are_short_while_there_are_alternatives(
     assert asked == [0.25, 7.0]
     asked.clear()
     with pytest.raises(client.library.TimeoutException):
-        client.post(extensions={"gpuroute": {"attempts": 1, "timeout": 2}})
+        client.post(extensions={"gpuroute": {"attempts": 1, "timeout": 6}})
     assert len(asked) == 1
-    assert 1.5 < asked[0] <= 2
+    assert 1 < asked[0] <= 6
 
 
 # ------------------------------------------------------------------------------------------------ X1, B3
@@ -416,10 +419,10 @@ def test_a_busy_endpoint_is_left_at_once_and_waited_for_when_all_are_busy(stubs:
     a, b = stubs("a", "b")
     a.behave = status(429, b"", retry_after="60")
     client = caller([a, b])
-    started = time.monotonic()
-    for _ in range(4):
-        assert client.post().json()["endpoint"] == "b"
-    assert time.monotonic() - started < 1
+    with Stopwatch() as watch:
+        for _ in range(4):
+            assert client.post().json()["endpoint"] == "b"
+    assert watch.seconds < 1
     assert len(a.came) == 1
     count = 0
 
@@ -429,9 +432,10 @@ def test_a_busy_endpoint_is_left_at_once_and_waited_for_when_all_are_busy(stubs:
         await (status(429, b"", retry_after="0.2") if count == 1 else ok)(exchange)
 
     b.behave = busy_once
-    started = time.monotonic()
-    assert client.post().json()["endpoint"] == "b"
-    assert 0.15 < time.monotonic() - started < 1
+    with Stopwatch() as watch:
+        assert client.post().json()["endpoint"] == "b"
+    assert watch.wall > 0.15
+    assert watch.seconds < 1
 
 
 def test_retry_after_in_milliseconds_wins(stubs: Stage, caller: Make) -> None:
@@ -456,11 +460,11 @@ def test_ready_waits_for_the_first_view_and_gives_up_in_time(stubs: Stage, calle
     from gpuroute.testing import FakeRegistry
 
     client = caller(gpuroute.Router(FakeRegistry(), ready_timeout="0.1s"))
-    started = time.monotonic()
-    with pytest.raises(gpuroute.RegistryUnavailable):
+    with Stopwatch() as watch, pytest.raises(gpuroute.RegistryUnavailable):
         client.post()
-    assert 0.1 <= time.monotonic() - started < 1
-    started = time.monotonic()
-    with pytest.raises(gpuroute.RegistryUnavailable):
+    assert watch.wall >= 0.1
+    assert watch.seconds < 1
+    client = caller(gpuroute.Router(FakeRegistry(), ready_timeout="20s"))
+    with Stopwatch() as watch, pytest.raises(gpuroute.RegistryUnavailable):
         client.post(extensions={"gpuroute": {"timeout": 0.02}})
-    assert time.monotonic() - started < 0.09
+    assert watch.seconds < 0.09

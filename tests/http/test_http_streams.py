@@ -75,10 +75,24 @@ def test_l2_closed_unread_and_ended_without_marker(stubs: Stage, caller: Make) -
 
 def test_a_stream_is_delivered_piece_by_piece(stubs: Stage, caller: Make) -> None:
     (a,) = stubs("a")
-    a.behave = sse(*"abc", pause=0.02)
+    read = asyncio.Event()
+
+    async def one_by_one(exchange: Exchange) -> None:
+        exchange.start()
+        for piece in (*map(token, "abc"), DONE):
+            await exchange.chunk(piece)
+            await read.wait()  # nothing more comes before this has been handed out
+            read.clear()
+        exchange.end()
+
+    a.behave = one_by_one
     client = caller([a])
     response = client.open()
-    assert [bytes(chunk) for chunk in client.chunks(response)] == [*map(token, "abc"), DONE]
+    pieces = []
+    for chunk in client.chunks(response):
+        pieces.append(bytes(chunk))
+        a.loop.call_soon_threadsafe(read.set)
+    assert pieces == [*map(token, "abc"), DONE]
     assert in_flight(client.router) == 0
     assert response.extensions["gpuroute"]["endpoint"] == "a"
 
@@ -129,15 +143,11 @@ def test_h1_early_exits_leak_no_connection(stubs: Stage, caller: Make, eventuall
         next(iter(client.chunks(response)))
         del response
         gc.collect(1)
-        if client.is_async:
-            client.run(asyncio.sleep(0.01))
-        eventually(lambda: in_flight(client.router) == 0, "the forgotten stream is let go")
+        eventually(lambda: client.breathe() or in_flight(client.router) == 0, "the forgotten stream is let go")
     for _ in range(6):  # never begun, and forgotten
         client.open()
         gc.collect(1)
-        if client.is_async:
-            client.run(asyncio.sleep(0.01))
-        eventually(lambda: in_flight(client.router) == 0, "the forgotten response is let go")
+        eventually(lambda: client.breathe() or in_flight(client.router) == 0, "the forgotten response is let go")
     a.behave = status(200, b"fine")
     assert client.post().content == b"fine"
     eventually(lambda: a.open <= 1, "the server sees the others closed")
@@ -153,9 +163,7 @@ def test_a_forgotten_stream_is_let_go_under_any_lock(stubs: Stage, caller: Make,
     with state.lock:
         del response
         gc.collect()
-    if client.is_async:
-        client.run(asyncio.sleep(0.01))
-    eventually(lambda: not state.in_flight, "it is let go")
+    eventually(lambda: client.breathe() or not state.in_flight, "it is let go")
 
 
 def test_limits_make_calls_wait_for_a_connection(stubs: Stage, caller: Make) -> None:

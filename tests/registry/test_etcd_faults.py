@@ -16,6 +16,7 @@ import grpc
 import pytest
 from registry.etcd_server import EtcdCluster, free_ports
 from registry.watching import Proxy, Watcher, Writer, eventually, ids, quick, save_snapshot
+from stopwatch import Stopwatch
 
 from gpuroute.core.wire import encode
 from gpuroute.errors import RegistryUnavailable
@@ -37,15 +38,15 @@ def test_E2_a_black_hole_is_noticed_and_survived(shared_etcd, config, writer: Wr
         with Watcher(registry(quick(f"etcd://{proxy.address}{config.prefix}"))) as watcher:
             watcher.until_ids("a", "b", "c")
             proxy.hold()
-            started = time.monotonic()
-            writer.delete("a")
-            writer.put("d")
-            assert ids(watcher.until_stale()) == ["a", "b", "c"], "the last set stays in use"
-            assert watcher.moments[-1] - started < 3 * 0.3 + 0.5
+            with Stopwatch() as watch:
+                writer.delete("a")
+                writer.put("d")
+                assert ids(watcher.until_stale()) == ["a", "b", "c"], "the last set stays in use"
+            assert watch.seconds < 3 * 0.3 + 0.5
             assert watcher.subscription.error
             eventually(lambda: watcher.subscription.age(time.time()) > 1.5, "an age that grows")
             proxy.heal()
-            watcher.until(lambda fleet: not fleet.stale and ids(fleet) == ["b", "c", "d"], timeout=3)
+            watcher.until(lambda fleet: not fleet.stale and ids(fleet) == ["b", "c", "d"])
             assert watcher.subscription.error is None
 
 
@@ -58,7 +59,7 @@ def test_E2_another_member_takes_over_while_the_first_is_dark(shared_etcd, confi
             assert proxy.accepted == 1
             proxy.hold()
             writer.put("c")
-            watcher.until(lambda fleet: not fleet.stale and ids(fleet) == ["a", "b", "c"], timeout=3)
+            watcher.until(lambda fleet: not fleet.stale and ids(fleet) == ["a", "b", "c"])
 
 
 class ScriptedEtcd:
@@ -113,7 +114,7 @@ def test_subscriptions_do_not_share_a_connection(shared_etcd, config, writer: Wr
 def test_E2_silence_above_a_healthy_connection() -> None:
     with ScriptedEtcd(lambda number: []) as etcd, Watcher(registry(quick(etcd.url))) as watcher:
         watcher.until_ids("a")
-        watcher.until_stale(timeout=3)
+        watcher.until_stale()
         assert "silent" in watcher.subscription.error
         eventually(lambda: etcd.watches >= 2, "a second watch")
 
@@ -122,14 +123,14 @@ def test_a_watch_that_is_refused_while_its_stream_stays_open_starts_again() -> N
     refused = encode((2, -1), (3, 1), (4, 1), (6, "etcdserver: invalid auth token"))
     with ScriptedEtcd(lambda number: [refused]) as etcd, Watcher(registry(quick(etcd.url))) as watcher:
         watcher.until_ids("a")
-        watcher.until_stale(timeout=3)
+        watcher.until_stale()
         assert "invalid auth token" in watcher.subscription.error
         eventually(lambda: etcd.watches >= 2, "a second watch")
 
 
 def test_bytes_that_are_not_etcds_end_the_watch_but_not_the_view() -> None:
     with ScriptedEtcd(lambda number: [b"\x0b\xff"]) as etcd, Watcher(registry(quick(etcd.url))) as watcher:
-        watcher.until_stale(timeout=3)
+        watcher.until_stale()
         assert watcher.ids() == ["a"]
         eventually(lambda: etcd.watches >= 2, "a second watch")
 
@@ -145,12 +146,12 @@ def test_E2_a_member_without_quorum_is_not_believed(tmp_path) -> None:
             assert watcher.subscription._client.member == attached.address
             for member in others:
                 member.freeze()
-            watcher.until_stale(timeout=15)
+            watcher.until_stale(timeout=30)
             assert watcher.ids() == ["a", "b"]
             for member in others:
                 member.thaw()
             writer.put("c")
-            watcher.until(lambda fleet: not fleet.stale and ids(fleet) == ["a", "b", "c"], timeout=15)
+            watcher.until(lambda fleet: not fleet.stale and ids(fleet) == ["a", "b", "c"], timeout=30)
         writer.client.close()
 
 
@@ -165,13 +166,13 @@ def test_a_killed_etcd_comes_back(tmp_path) -> None:
         with Watcher(registry(config)) as watcher:
             watcher.until_ids("a", "b")
             cluster.members[0].kill()
-            assert ids(watcher.until_stale(timeout=2)) == ["a", "b"]
+            assert ids(watcher.until_stale()) == ["a", "b"]
             assert "UNAVAILABLE" in watcher.subscription.error
             cluster.members[0].start()
             writer.put("c")
-            written = time.monotonic()
-            watcher.until(lambda fleet: not fleet.stale and ids(fleet) == ["a", "b", "c"])
-            assert time.monotonic() - written < 3
+            with Stopwatch() as watch:
+                watcher.until(lambda fleet: not fleet.stale and ids(fleet) == ["a", "b", "c"])
+            assert watch.seconds < 3
             assert watcher.subscription.error is None
         writer.client.close()
 
@@ -185,17 +186,17 @@ def test_a_frozen_etcd_is_noticed(tmp_path, means: str) -> None:
         writer.put("a")
         with Watcher(registry(config)) as watcher:
             watcher.until_ids("a")
-            started = time.monotonic()
-            cluster.members[0].freeze()
-            watcher.until_stale(timeout=10)
-            assert watcher.moments[-1] - started < 3
+            with Stopwatch() as watch:
+                cluster.members[0].freeze()
+                watcher.until_stale()
+            assert watch.seconds < 3
             cluster.members[0].thaw()
             writer.put("b")
             watcher.until(lambda fleet: not fleet.stale and ids(fleet) == ["a", "b"])
             cluster.members[0].freeze()
-            started = time.monotonic()
-            watcher.subscription.close()
-            assert time.monotonic() - started < 1.0
+            with Stopwatch() as watch:
+                watcher.subscription.close()
+            assert watch.seconds < 1.0
             assert not watcher.subscription._thread.is_alive()
         writer.client.close()
 
@@ -212,9 +213,9 @@ def test_three_members_and_their_leader_is_killed(tmp_path) -> None:
             assert watcher.subscription._client.member == leader.address
             leader.kill()
             writer.put("b")
-            written = time.monotonic()
-            watcher.until_ids("a", "b")
-            assert time.monotonic() - written < 1.5
+            with Stopwatch() as watch:
+                watcher.until_ids("a", "b")
+            assert watch.seconds < 1.5
         writer.client.close()
 
 
@@ -224,10 +225,12 @@ def test_three_members_and_their_leader_is_killed(tmp_path) -> None:
 def test_E7_i_all_members_down_and_no_snapshot(tmp_path) -> None:
     one, two = free_ports(2)
     url = f"etcd://127.0.0.1:{one},127.0.0.1:{two}"
-    started = time.monotonic()
-    with pytest.raises(RegistryUnavailable, match=r"after 1 s: etcd 127\.0\.0\.1:.*refused"):
+    with (
+        Stopwatch() as watch,
+        pytest.raises(RegistryUnavailable, match=r"after 1 s: etcd 127\.0\.0\.1:.*refused"),
+    ):
         first_fleet(registry(quick(url)), 1.0)
-    assert time.monotonic() - started < 2.5
+    assert watch.seconds < 2.5
     with pytest.raises(RegistryUnavailable, match="No such file"):
         first_fleet(registry(quick(url), snapshot_path=str(tmp_path / "none.json")), 0.3)
     (tmp_path / "bad.json").write_text("{")
@@ -241,12 +244,13 @@ def test_E7_ii_starts_from_the_snapshot_and_switches_to_live(tmp_path) -> None:
     config = quick(cluster.url)
     path = tmp_path / "s.json"
     save_snapshot(path, config, "a", "b")
-    started = time.monotonic()
-    with Watcher(registry(config, snapshot_path=str(path))) as watcher:
+    with Stopwatch() as watch:
+        watcher = Watcher(registry(config, snapshot_path=str(path)))
         fleet = watcher.until_stale()
-        assert watcher.moments[0] - started < 1.0
+    assert watch.seconds < 1.0
+    with watcher:
         assert ids(fleet) == ["a", "b"]
-        assert 590 < watcher.subscription.age(time.time()) < 700
+        assert 590 < watcher.subscription.age(time.time()) < 900
         assert watcher.subscription.error
         with cluster:
             writer = Writer(config)
@@ -260,10 +264,11 @@ def test_E7_iii_one_of_three_is_down_and_listed_first(shared_etcd, config, write
     writer.put("a")
     (dead,) = free_ports(1)
     live = shared_etcd.members[0].address
-    started = time.monotonic()
-    with Watcher(registry(quick(f"etcd://127.0.0.1:{dead},{live},{live}{config.prefix}"))) as watcher:
+    with Stopwatch() as watch:
+        watcher = Watcher(registry(quick(f"etcd://127.0.0.1:{dead},{live},{live}{config.prefix}")))
         watcher.until_ids("a")
-        assert watcher.moments[0] - started < 1.0
+    assert watch.seconds < 1.0
+    with watcher:
         assert not watcher.last.stale
 
 
@@ -271,17 +276,20 @@ def test_E7_iv_a_port_that_accepts_and_never_answers(shared_etcd, config, writer
     writer.put("a")
     with socket.create_server(("127.0.0.1", 0)) as mute:
         address = f"127.0.0.1:{mute.getsockname()[1]}"
-        started = time.monotonic()
-        with pytest.raises(RegistryUnavailable, match=f"etcd {address}"):
+        with Stopwatch() as watch, pytest.raises(RegistryUnavailable, match=f"etcd {address}"):
             first_fleet(registry(quick(f"etcd://{address}")), 1.5)
-        assert time.monotonic() - started < 2.6
+        assert watch.seconds < 2.6
         path = tmp_path / "s.json"
         save_snapshot(path, quick(f"etcd://{address}"), "old")
-        fleet = first_fleet(registry(quick(f"etcd://{address}"), snapshot_path=str(path)), 2.5)
+        with Stopwatch() as watch:
+            fleet = first_fleet(registry(quick(f"etcd://{address}"), snapshot_path=str(path)), 20)
         assert ids(fleet) == ["old"], "the snapshot is taken when the connect timeout of 1 s has passed"
+        assert watch.seconds < 2.5
         live = shared_etcd.members[0].address
-        fleet = first_fleet(registry(quick(f"etcd://{address},{live}{config.prefix}")), 2.5)
+        with Stopwatch() as watch:
+            fleet = first_fleet(registry(quick(f"etcd://{address},{live}{config.prefix}")), 20)
         assert ids(fleet) == ["a"]
+        assert watch.seconds < 2.5
 
 
 def test_the_snapshot_is_written_and_follows_changes(config, writer: Writer, tmp_path, monkeypatch) -> None:

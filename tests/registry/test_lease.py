@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from registry.etcd_server import EtcdCluster, free_ports
 from registry.watching import Watcher, Writer, eventually, quick, running
+from stopwatch import Stopwatch
 
 from gpuroute.core.endpoint import Endpoint, State
 from gpuroute.errors import InvalidRecord
@@ -31,7 +32,7 @@ def stored(writer: Writer, ident: str = "a") -> dict:
 def test_registers_updates_and_leaves(shared_etcd: EtcdCluster, config, writer: Writer) -> None:
     lines: list[str] = []
     registration = Registration(config, "llama", ENDPOINT, report=lines.append)
-    assert registration.wait(5)
+    assert registration.wait(20)
     assert stored(writer) == {
         "url": "http://a:8000",
         "state": "warming",
@@ -42,22 +43,22 @@ def test_registers_updates_and_leaves(shared_etcd: EtcdCluster, config, writer: 
         watcher.until_ids("a")
         registration.update(replace(ENDPOINT, state=State.READY))
         watcher.until(lambda fleet: fleet.pools["llama"].endpoints[0].state is State.READY)
-        started = time.monotonic()
-        registration.close()
-        registration.close()
-        assert time.monotonic() - started < 1
-        watcher.until_ids(timeout=1)  # at once, for it was announced, though the grace is 30 s
+        with Stopwatch() as watch:
+            registration.close()
+            registration.close()
+        assert watch.seconds < 1
+        watcher.until_ids(timeout=15)  # at once, for it was announced, and not after the grace of 30 s
     assert registration.error is None
     assert [line.split()[0] for line in lines] == ["registered", "removed"]
     assert "canary" not in "".join(lines)
 
 
 def test_a_lease_is_kept_alive(config, writer: Writer) -> None:
-    registration = Registration(config, "llama", ENDPOINT, ttl=1)
-    registration.wait(5)
+    registration = Registration(config, "llama", ENDPOINT, ttl=2)
+    registration.wait(20)
     lease = writer.client.read(writer.key("a")).lease
     assert lease
-    deadline = time.monotonic() + 3.2
+    deadline = time.monotonic() + 5.0
     while time.monotonic() < deadline:
         found = writer.client.read(writer.key("a"))
         assert found is not None, "the key lapsed"
@@ -73,7 +74,7 @@ def test_E9_an_etcd_that_lost_its_leases_gets_a_fresh_one(tmp_path) -> None:
         writer = Writer(config)
         lines: list[str] = []
         registration = Registration(config, "llama", ENDPOINT, ttl=1, report=lines.append)
-        assert registration.wait(5)
+        assert registration.wait(20)
         before = writer.client.read(writer.key("a")).lease
         cluster.members[0].kill()
         eventually(lambda: registration.error)
@@ -92,7 +93,7 @@ def test_E9_an_etcd_that_lost_its_leases_gets_a_fresh_one(tmp_path) -> None:
 
 def test_E9_a_lease_that_was_revoked_elsewhere_is_replaced(config, writer: Writer) -> None:
     registration = Registration(config, "llama", ENDPOINT, ttl=1)
-    registration.wait(5)
+    registration.wait(20)
     dead = writer.client.read(writer.key("a")).lease
     writer.client.revoke(dead)
     assert not stored(writer)
@@ -109,7 +110,7 @@ def test_a_short_outage_costs_neither_the_lease_nor_the_key(tmp_path) -> None:
         writer = Writer(config)
         lines: list[str] = []
         registration = Registration(config, "llama", ENDPOINT, ttl=2, report=lines.append)
-        assert registration.wait(5)
+        assert registration.wait(20)
         before = writer.client.read(writer.key("a"))
         cluster.members[0].kill()
         eventually(lambda: registration.error)
@@ -126,7 +127,7 @@ def test_a_short_outage_costs_neither_the_lease_nor_the_key(tmp_path) -> None:
 
 def test_a_takeover_between_reading_and_writing_is_seen(config, writer: Writer) -> None:
     old = Registration(config, "llama", ENDPOINT, ttl=30)
-    old.wait(5)
+    old.wait(20)
     client = old._key._client
     taken: list[Registration] = []
 
@@ -134,7 +135,7 @@ def test_a_takeover_between_reading_and_writing_is_seen(config, writer: Writer) 
         found = EtcdClient.read(client, key)
         if not taken:
             taken.append(Registration(config, "llama", replace(ENDPOINT, version="2"), ttl=30))
-            taken[0].wait(5)
+            taken[0].wait(20)
         return found
 
     client.read = read
@@ -157,7 +158,7 @@ def test_a_lease_that_ends_between_renewing_and_writing(config, writer: Writer, 
     monkeypatch.setattr(EtcdClient, "put", put)
     lines: list[str] = []
     registration = Registration(config, "llama", ENDPOINT, report=lines.append)
-    assert registration.wait(5)
+    assert registration.wait(20)
     assert writer.client.read(writer.key("a")).lease not in {0, revoked[0]}
     assert "NOT_FOUND" in lines[0]
     registration.close()
@@ -165,10 +166,10 @@ def test_a_lease_that_ends_between_renewing_and_writing(config, writer: Writer, 
 
 def test_a_zombie_with_a_dead_lease_does_not_overwrite_its_successor(config, writer: Writer) -> None:
     old = Registration(config, "llama", ENDPOINT, ttl=30)
-    old.wait(5)
+    old.wait(20)
     writer.client.revoke(writer.client.read(writer.key("a")).lease)
     new = Registration(config, "llama", replace(ENDPOINT, version="2"), ttl=30)
-    new.wait(5)
+    new.wait(20)
     old.update(replace(ENDPOINT, state=State.READY))
     eventually(lambda: "another process" in (old.error or ""))
     assert stored(writer)["version"] == "2"
@@ -183,7 +184,7 @@ def test_a_report_that_raises_does_not_end_the_lease(config, writer: Writer, cap
         raise BrokenPipeError("nobody listens")
 
     registration = Registration(config, "llama", ENDPOINT, ttl=1, report=report)
-    assert registration.wait(5)
+    assert registration.wait(20)
     registration.update(replace(ENDPOINT, version="2"))
     eventually(lambda: stored(writer).get("version") == "2")
     registration.close()
@@ -192,9 +193,9 @@ def test_a_report_that_raises_does_not_end_the_lease(config, writer: Writer, cap
 
 def test_a_key_that_somebody_removed_comes_back(config, writer: Writer) -> None:
     registration = Registration(config, "llama", ENDPOINT, ttl=1)
-    registration.wait(5)
+    registration.wait(20)
     writer.delete("a")
-    eventually(lambda: stored(writer), "the key to come back", timeout=4)
+    eventually(lambda: stored(writer), "the key to come back", timeout=20)
     registration.close()
     assert not stored(writer)
 
@@ -203,9 +204,9 @@ def test_a_key_that_another_process_took_over_is_left_alone(config, writer: Writ
     """A restart under the same id, where the old process is still draining when the new one is ready."""
     lines: list[str] = []
     old = Registration(config, "llama", ENDPOINT, ttl=1, report=lines.append)
-    old.wait(5)
+    old.wait(20)
     new = Registration(config, "llama", replace(ENDPOINT, version="2"), ttl=1)
-    new.wait(5)
+    new.wait(20)
     eventually(lambda: "another process" in (old.error or ""), "the old one to notice")
     old.update(replace(ENDPOINT, state=State.DRAINING))
     old.close()
@@ -218,9 +219,9 @@ def test_a_key_that_another_process_took_over_is_left_alone(config, writer: Writ
 
 def test_an_update_in_the_moment_of_a_takeover_does_not_overwrite(config, writer: Writer) -> None:
     old = Registration(config, "llama", ENDPOINT, ttl=30)
-    old.wait(5)
+    old.wait(20)
     new = Registration(config, "llama", replace(ENDPOINT, version="2"), ttl=30)
-    new.wait(5)
+    new.wait(20)
     old.update(replace(ENDPOINT, state=State.READY))
     eventually(lambda: old.error)
     old.close()
@@ -249,16 +250,16 @@ def test_the_key_of_a_killed_process_goes_with_its_lease(config, writer: Writer)
         process.kill()
         process.wait()
         assert stored(writer)
-        eventually(lambda: not stored(writer), "the lease to end", timeout=8)
+        eventually(lambda: not stored(writer), "the lease to end", timeout=20)
 
 
 def test_E9_a_process_that_was_frozen_for_longer_than_its_lease_comes_back(config, writer: Writer) -> None:
     with registering(config) as process:
         eventually(lambda: stored(writer), "the registration")
         process.send_signal(signal.SIGSTOP)
-        eventually(lambda: not stored(writer), "the lease to end", timeout=8)
+        eventually(lambda: not stored(writer), "the lease to end", timeout=20)
         process.send_signal(signal.SIGCONT)
-        eventually(lambda: stored(writer), "a fresh lease", timeout=8)
+        eventually(lambda: stored(writer), "a fresh lease", timeout=20)
 
 
 def test_etcd_may_be_down_at_the_start_and_at_the_end(tmp_path) -> None:
@@ -271,16 +272,16 @@ def test_etcd_may_be_down_at_the_start_and_at_the_end(tmp_path) -> None:
     with cluster:
         assert registration.wait(10)
         assert registration.error is None
-    started = time.monotonic()
-    registration.close()
-    assert time.monotonic() - started < 2
+    with Stopwatch() as watch:
+        registration.close()
+    assert watch.seconds < 2
     assert "within 10 s" in lines[-1]
 
 
 def test_any_key_can_be_leased(config, writer: Writer) -> None:
     key = f"{config.prefix}/clients/c1"
     leased = LeasedKey(config, key, b"{}", ttl=5)
-    assert leased.wait(5)
+    assert leased.wait(20)
     assert writer.client.read(key).value == b"{}"
     leased.update(b'{"ordinal": 3}')
     eventually(lambda: writer.client.read(key).value == b'{"ordinal": 3}')

@@ -39,9 +39,9 @@ def test_register_until_a_signal(config, writer: Writer, tmp_path, number: int) 
         assert endpoint.capacity.max_in_flight == 64
         assert endpoint.headers == {"x-key": "canary"}
         process.send_signal(number)
-        _, stderr = process.communicate(timeout=10)
+        _, stderr = process.communicate(timeout=40)
         assert process.returncode == 0
-        watcher.until_ids(timeout=2)
+        watcher.until_ids(timeout=15)  # and not after the grace of 30 s
     assert stderr.splitlines()[0].startswith("registered ")
     assert stderr.splitlines()[-1].startswith("removed ")
     assert "canary" not in stderr
@@ -52,7 +52,7 @@ def test_register_says_when_etcd_cannot_be_reached_and_still_ends() -> None:
     with running("-m", "gpuroute", "register", "http://a", "--registry", f"etcd://127.0.0.1:{dead}") as process:
         assert "UNAVAILABLE" in process.stderr.readline()
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=10) == 0
+        assert process.wait(timeout=40) == 0
 
 
 @pytest.mark.parametrize(
@@ -135,6 +135,6 @@ def test_endpoints_ends_quietly_when_its_reader_leaves(config, writer: Writer) -
     read, write = os.pipe()
     os.close(read)
     command = [sys.executable, "-m", "gpuroute", "endpoints", "--registry", config.source]
-    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=20, check=False)
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     os.close(write)
     assert (done.returncode, done.stderr) == (0, "")

@@ -6,12 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import httpx2
 import pytest
+from stopwatch import Stopwatch
 
 from gpuroute.testing import GpuProcess, GpuServer, resent_after_first_byte
 
@@ -86,7 +86,7 @@ def test_sigterm_finishes_what_runs_and_exits(process: GpuProcess, eventually: C
         eventually(lambda: process.state()["live"] == 1, "the request runs")
         process.terminate()
         assert "".join(response.iter_text()).endswith("[DONE]\n\n")
-    assert process.wait(5) == 0
+    assert process.wait(40) == 0
 
 
 def test_wait_times_out(process: GpuProcess) -> None:
@@ -101,11 +101,12 @@ def test_a_bad_start_is_an_error_not_a_hang(capfd: pytest.CaptureFixture[str]) -
 
 
 def test_processes_start_side_by_side_and_quickly() -> None:
-    started = time.monotonic()
-    fleet = [GpuServer.spawn(wait=False) for _ in range(3)]
+    with Stopwatch() as watch:
+        fleet = [GpuServer.spawn(wait=False) for _ in range(3)]
+        ports = {process.port for process in fleet}
     try:
-        assert len({process.port for process in fleet}) == 3
-        assert time.monotonic() - started < 5
+        assert len(ports) == 3
+        assert watch.seconds < 5
     finally:
         for process in fleet:
             process.stop()
@@ -124,7 +125,7 @@ def test_nothing_is_left_when_the_parent_dies(how: str, eventually: Callable[...
         pid, child = (int(word) for word in parent.stdout.readline().split())
         assert parent.wait(10) == -signal.SIGKILL
     try:
-        eventually(lambda: gone(pid), "the stand-in is gone", within=5)
+        eventually(lambda: gone(pid), "the stand-in is gone", within=20)
         assert not child or not gone(child)
     finally:
         if child:
