@@ -19,6 +19,7 @@ from gpuroute import Endpoint, Outcome, Router, Settings
 from gpuroute.core.call import Call
 from gpuroute.core.endpoint import State
 from gpuroute.core.fleet import Fleet, PoolConfig, PoolSpec
+from gpuroute.core.subset import Seat, subset
 from gpuroute.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -606,6 +607,136 @@ def test_an_attempt_works_in_async_code_too() -> None:
 
     assert asyncio.run(run()) in {"a", "b", "c"}
     assert router.snapshot().pools["llm"].in_flight == 0
+
+
+# ---------------------------------------------------------------------------------------------- subsets
+
+
+class SeatingRegistry(FakeRegistry):
+    """A registry that can tell its clients apart; the test says which one the router is."""
+
+    sit: Callable[[Seat], None]
+
+    def __init__(self, fleet: Any = None) -> None:
+        super().__init__(fleet)
+        self.seats = 0
+
+    def take_seat(self, on_seat: Callable[[Seat], None]) -> Any:
+        self.sit, self.seats = on_seat, self.seats + 1
+        registry = self
+
+        class Held:
+            error = None
+
+            def close(self) -> None:
+                registry.seats -= 1
+
+        return Held()
+
+
+FLEET = [f"g{n}" for n in range(100)]
+
+
+def visible(router: Router) -> set[str]:
+    return {state.id for state in router.pool("llm").snapshot.states}
+
+
+def test_a_subset_is_what_the_pool_consists_of() -> None:
+    registry = SeatingRegistry({"llm": named(*FLEET)})
+    with make(registry, subset="auto") as router:
+        assert visible(router) == set(FLEET)
+        assert str(router.snapshot().pools["llm"].subset) == "all 100, no ordinal yet"
+        version = router.version
+        registry.sit(Seat(7, 40))
+        mine = visible(router)
+        assert mine == set(subset(FLEET, 7, 20))
+        assert router.version > version
+        assert str(router.snapshot().pools["llm"].subset) == "subset 20 of 100, ordinal 7 of 40"
+        assert json.loads(json.dumps(router.snapshot().as_dict()))["pools"]["llm"]["subset"]["ordinal"] == 7
+        assert {one_call(router) for _ in range(200)} == mine
+        registry.set({"llm": named(*FLEET[1:])})
+        assert len(mine - visible(router)) <= 2
+        assert registry.seats == 1
+    assert registry.seats == 0
+
+
+def test_state_survives_when_the_subset_moves_away_and_back_and_nobody_is_taken_for_cold() -> None:
+    registry = SeatingRegistry({"llm": named(*FLEET)})
+    with make(registry, subset=20) as router:
+        router.ready()
+        registry.sit(Seat(0, 10))
+        before = {state.id: state for state in router.pool("llm").snapshot.states}
+        one = next(iter(before.values()))
+        one.served = 99
+        registry.sit(Seat(5, 10))
+        assert visible(router) != set(before)
+        assert not any(state.ramp_at for state in router.pool("llm").snapshot.states)
+        registry.sit(Seat(0, 10))
+        assert {state.id: state for state in router.pool("llm").snapshot.states} == before
+        assert before[one.id].served == 99
+        registry.set({"llm": named(*FLEET, *(f"new{n}" for n in range(100)))})
+        ramping = {state.id for state in router.pool("llm").snapshot.states if state.ramp_at is not None}
+        assert ramping == {name for name in visible(router) if name.startswith("new")}
+
+
+def test_a_running_call_ends_well_although_its_endpoint_left_the_subset() -> None:
+    registry = SeatingRegistry({"llm": named(*FLEET)})
+    with make(registry, subset=20) as router:
+        router.ready()
+        registry.sit(Seat(0, 10))
+        call = router.call("llm")
+        attempt = call.next_attempt(router.clock())
+        registry.sit(Seat(1, 10))
+        assert attempt.endpoint.id not in visible(router)
+        call.finish(attempt, Outcome.SUCCESS, router.clock())
+        assert router.snapshot().pools["llm"].in_flight == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "config", "size"),
+    [
+        ({}, {}, 100),
+        ({}, {"subset": 30}, 30),
+        ({"subset": "off"}, {"subset": 30}, 100),
+        ({"subset": 25}, {"subset": 30}, 25),
+    ],
+)
+def test_a_pool_may_ask_for_subsets_and_an_explicit_setting_wins(settings: Any, config: Any, size: int) -> None:
+    fleet = Fleet({"llm": PoolSpec("llm", tuple(named(*FLEET)), PoolConfig(**config))})
+    registry = SeatingRegistry(fleet)
+    with make(registry, **settings) as router:
+        router.ready()
+        assert registry.seats == (size < 100)
+        if registry.seats:
+            registry.sit(Seat(3, 8))
+        assert len(visible(router)) == size
+
+
+def test_subsets_need_a_registry_with_ordinals(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ConfigError, match=r"subset is set but FakeRegistry gives no ordinals: it needs etcd"):
+        make({"llm": named("a")}, subset="auto")
+    with pytest.raises(ConfigError, match=r"subset is set but registry is not etcd"):
+        Router("llm=http://a:1", subset=30)
+    with pytest.raises(ConfigError, match=r"subset='some': expected auto, off or a whole number of at least 1"):
+        Router("llm=http://a:1", subset="some")
+    with make(Fleet({"llm": PoolSpec("llm", tuple(named("a")), PoolConfig(subset="auto"))})) as router:
+        router.ready()
+        assert "all of it is used" in caplog.text
+        assert one_call(router) == "a"
+
+
+def test_a_forked_child_has_no_seat_before_its_first_call() -> None:
+    registry = SeatingRegistry({"llm": named(*FLEET)})
+    with make(registry, subset=20) as router:
+        router.ready()
+        registry.sit(Seat(4, 10))
+        router.after_fork()
+        assert registry.seats == 1
+        assert {state.id for pool in router.pools() for state in pool.snapshot.states} == set(FLEET)
+        one_call(router)
+        assert registry.seats == 2
+        registry.sit(Seat(5, 11))
+        assert visible(router) == set(subset(FLEET, 5, 20))
 
 
 # ---------------------------------------------------------------------------------------------- threads and forks

@@ -31,6 +31,7 @@ from gpuroute.forms import (
     RATE,
     REGISTRY,
     SECRET,
+    SUBSET,
     URL,
     WORD,
     Form,
@@ -74,6 +75,11 @@ class Settings:
     etcd_cert: str | None = _row(None, FILE, "PEM file of the client certificate for etcd (mTLS).")
     etcd_key: str | None = _row(None, FILE, "PEM file of the key of that certificate.")
     policy: str = _row("auto", choice(*POLICIES), "How an endpoint is picked.")
+    subset: str | int = _row(
+        "off",
+        SUBSET,
+        "Use only a part of each pool: so many endpoints, or as many as the number of clients calls for. Needs etcd.",
+    )
     timeout: float | None = _row(None, DURATION, "Deadline of a call over all attempts and waits.")
     attempts: int = _row(3, COUNT, "Most attempts of one call, the first included.")
     connect_timeout: float = _row(1.0, DURATION, "Limit of one connect while the pool has other endpoints to try.")
@@ -269,6 +275,8 @@ def _contradictions(settings: Settings) -> Iterator[str]:
             yield f"{named(present)} is set without {variable(absent)}: set both or neither"
     if (settings.etcd_ca or settings.etcd_cert) and (settings.registry or "").startswith("etcd://"):
         yield f"{named('registry')} is etcd:// (no TLS) but a certificate is set: use etcds://"
+    if settings.subset != "off" and settings.registry and not settings.registry.startswith(("etcd://", "etcds://")):
+        yield f"{named('subset')} is set but {named('registry')} is not etcd: ordinals come from leases there"
     if settings.disabled and not settings.fallback_url:
         yield f"{named('disabled')} is set without {variable('fallback_url')}: calls would have nowhere to go"
     if settings.rollout < 1 and not settings.fallback_url:

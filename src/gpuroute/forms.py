@@ -163,6 +163,12 @@ def _plain(number: float) -> str:
     return short if float(short) == number else repr(number)
 
 
+def parse_subset(text: str) -> str | int:
+    """`auto`, `off`, or a whole number of at least 1."""
+    word = text.strip().lower()
+    return word if word in {"auto", "off"} else _parse_count(text)
+
+
 def choice(*words: str) -> Form[str]:
     """One of some words, in any case."""
     return Form("one of " + ", ".join(words), _parse_choice(words))
@@ -170,6 +176,7 @@ def choice(*words: str) -> Form[str]:
 
 BOOLEAN = Form("true/false, 1/0, yes/no or on/off", parse_boolean, lambda value: str(value).lower())
 COUNT = Form("a whole number of at least 1", _parse_count)
+SUBSET = Form("auto, off or a whole number of at least 1", parse_subset)
 DURATION = Form("a duration above 0 such as 250ms, 2s or 1m", _parse_positive, lambda value: f"{_plain(value)}s")
 DURATION_OR_ZERO = Form("a duration such as 0s, 250ms, 2s or 1m", parse_duration, DURATION.show)
 PERCENT = Form("a percentage from 0% to 100%", _parse_percent, lambda value: f"{_plain(value * 100)}%")

@@ -13,13 +13,14 @@ import threading
 import time
 import weakref
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 from gpuroute.config import Settings
 from gpuroute.core.breaker import BreakerRules
 from gpuroute.core.call import Call
 from gpuroute.core.candidates import Ask
-from gpuroute.core.describe import Explanation, RouterView, describe_pool, explain
+from gpuroute.core.describe import Explanation, PoolView, RouterView, describe_pool, explain
 from gpuroute.core.fleet import Fleet, PoolSpec
 from gpuroute.core.hedge import HedgeRules
 from gpuroute.core.merge import merge_rules
@@ -27,6 +28,7 @@ from gpuroute.core.outliers import OutlierRules
 from gpuroute.core.pool import Pool, PoolRules
 from gpuroute.core.retry import RetryRules
 from gpuroute.core.ring import session_key
+from gpuroute.core.subset import Subsets
 from gpuroute.core.watchdog import WatchdogRules
 from gpuroute.errors import ConfigError, RegistryUnavailable, RouterClosed, UnknownPool
 
@@ -35,9 +37,12 @@ if TYPE_CHECKING:
 
     from gpuroute.core.endpoint import Endpoint
     from gpuroute.core.fleet import Registry, Subscription
+    from gpuroute.core.subset import Seat
     from gpuroute.routed import RoutedAttempt
 
 __all__ = ["Router"]
+
+log = logging.getLogger("gpuroute")
 
 _ROUTERS: weakref.WeakSet[Router] = weakref.WeakSet()
 
@@ -97,6 +102,8 @@ class Router:
         self._ready = threading.Event()
         self._waiting: list[Callable[[], None]] = []
         self._subscription: Subscription | None = None
+        self._seat: Subscription | None = None
+        self._subsets = Subsets()
         self._started = False
         self._routed_share = 0.0
 
@@ -108,6 +115,9 @@ class Router:
             )
         if self._source is None:
             self._source = self._open()
+        if self.settings.subset != "off" and not hasattr(self._source, "take_seat"):
+            kind = type(self._source).__name__
+            raise ConfigError(f"{self.settings.named('subset')} is set but {kind} gives no ordinals: it needs etcd")
 
     def _open(self) -> Registry:
         from gpuroute.registry import open_registry, static_registry
@@ -155,23 +165,59 @@ class Router:
     def update(self, fleet: Fleet) -> None:
         """Adopt a whole view of the fleet. Called by the registry; any thread."""
         now = self.clock()
-        rules = self._rules()
         with self._lock:
-            pools = dict(self._pools)
-            for name in [*fleet.pools, *(name for name in pools if name not in fleet.pools)]:
-                spec = fleet.pools.get(name) or PoolSpec(name)
-                merged = merge_rules(rules, spec, self._explicit())
-                if name in pools:
-                    pools[name].update(spec, merged, now)
-                else:
-                    pools[name] = Pool(spec, merged, random=self.random, now=now, make_lock=threading.Lock)
-            self._pools = pools
             self._fleet, self._fleet_at = fleet, now
-            self.version += 1
+            self._apply(fleet, now)
             waiting, self._waiting = self._waiting, []
         self._ready.set()
         for wake in waiting:
             wake()
+        if (
+            self._started
+            and self._seat is None
+            and any(self._subset_mode(spec) != "off" for spec in fleet.pools.values())
+        ):
+            self._take_seat()
+
+    def _apply(self, fleet: Fleet, now: float) -> None:
+        rules, pools = self._rules(), dict(self._pools)
+        for name in [*fleet.pools, *(name for name in pools if name not in fleet.pools)]:
+            spec = fleet.pools.get(name) or PoolSpec(name)
+            merged = merge_rules(rules, spec, self._explicit())
+            part = self._subsets.narrowed(spec, self._subset_mode(spec))
+            if name in pools:
+                pools[name].survivors.elders = self._subsets.elders(name)
+                pools[name].update(part, merged, now)
+            else:
+                pools[name] = Pool(part, merged, random=self.random, now=now, make_lock=threading.Lock)
+        self._pools = pools
+        self.version += 1
+
+    def _subset_mode(self, spec: PoolSpec) -> str | int:
+        stated = None if "subset" in self._explicit() else spec.config.subset
+        return self.settings.subset if stated is None else stated
+
+    def _take_seat(self) -> None:
+        """Become one of the clients that are counted. Called once there is a pool that wants it; any thread."""
+        take: Callable[[Callable[[Seat], None]], Subscription] | None = getattr(self._source, "take_seat", None)
+        if take is None:
+            if not self._subsets.warned:
+                self._subsets.warned = True
+                log.warning("a pool wants subsets, but %s gives no ordinals: all of it is used", self._describe_source())
+            return
+        seat = take(self._seated)
+        with self._lock:
+            if self._seat is None and not self._closed:
+                self._seat = seat
+                return
+        seat.close()
+
+    def _seated(self, seat: Seat) -> None:
+        """Use the part of each pool that goes with this ordinal. Called by the registry; any thread."""
+        with self._lock:
+            self._subsets.seat = seat
+            if self._fleet is not None and not self._closed:
+                self._apply(self._fleet, self.clock())
 
     def _rules(self) -> PoolRules:
         settings = self.settings
@@ -192,7 +238,9 @@ class Router:
         )
 
     def _explicit(self) -> frozenset[str]:
-        names = ("policy", "timeout", "max_in_flight", "attempts", "hedge", "reroute", "continuation", "watchdog")
+        names = (
+            "policy", "timeout", "max_in_flight", "attempts", "hedge", "reroute", "continuation", "watchdog", "subset",
+        )  # fmt: skip
         return frozenset(name for name in names if self.settings.source(name) != "default")
 
     @property
@@ -400,8 +448,11 @@ class Router:
             registry_error=self._subscription.error if self._subscription else None,
             problems=fleet.problems if fleet else (),
             version=self.version,
-            pools={name: describe_pool(pool, now) for name, pool in self._pools.items()},
+            pools={name: self._view(pool, now) for name, pool in self._pools.items()},
         )
+
+    def _view(self, pool: Pool, now: float) -> PoolView:
+        return replace(describe_pool(pool, now), subset=self._subsets.views.get(pool.name))
 
     def explain(self, pool: str, *, key: str | None = None, ladder: Sequence[int] = (), tokens: int = 0) -> Explanation:
         """The candidates, costs, exclusions and winner of a pick that is not done. Raises UnknownPool."""
@@ -430,20 +481,30 @@ class Router:
                 hook()
 
     def close(self) -> None:
-        """Stop watching. Calls that run finish; new ones raise RouterClosed. Idempotent."""
+        """Stop watching. Calls that run finish; new ones raise RouterClosed. Idempotent.
+
+        With subsets on, blocks for up to a second if etcd does not answer.
+        """
         with self._lock:
             self._closed = True
             subscription, self._subscription = self._subscription, None
+            seat, self._seat = self._seat, None
             waiting, self._waiting = self._waiting, []
         self._ready.set()  # who waits for a view must hear that none will come
         for wake in waiting:
             wake()
-        if subscription is not None:
-            subscription.close()
+        for held in (subscription, seat):
+            if held is not None:
+                held.close()
 
     async def aclose(self) -> None:
-        """Like `close`."""
-        self.close()
+        """Like `close`, without blocking the event loop while a seat among the clients is given up."""
+        if self._seat is None:
+            self.close()
+        else:
+            import asyncio
+
+            await asyncio.get_running_loop().run_in_executor(None, self.close)
 
     def __enter__(self) -> Self:
         return self

@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import json
 import logging
 import sys
 import time
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from gpuroute.config import Settings
-from gpuroute.errors import ConfigError
+from gpuroute.core.subset import Seat, Subsets
+from gpuroute.errors import ConfigError, RegistryError
 from gpuroute.registry import etcd_options, first_fleet, open_registry
 from gpuroute.registry.schema import config_record, endpoint_record
 
 if TYPE_CHECKING:
-    import argparse
+    from collections.abc import Mapping
 
     from gpuroute.core.endpoint import Endpoint
-    from gpuroute.core.fleet import Fleet
+    from gpuroute.core.fleet import Fleet, Registry
+    from gpuroute.core.subset import SubsetView
 
 HEAD = ("POOL", "ENDPOINT", "STATE", "AGE", "WEIGHT", "GPU", "ZONE", "MODEL", "URL")
+
+NO_VIEWS: Mapping[str, SubsetView] = {}
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declare the command."""
     parser = subparsers.add_parser("endpoints", help="list what a router would see")
     parser.add_argument("--registry", help="where the fleet is described (default: GPUROUTE_REGISTRY)")
+    parser.add_argument(
+        "--ordinal", type=_ordinal, help="of pools with subsets, list what the client of this ordinal uses"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON alone")
 
 
@@ -42,13 +52,41 @@ def run(args: argparse.Namespace) -> int:
     )
     logging.getLogger("gpuroute.registry").addHandler(logging.NullHandler())  # it would say twice what is said below
     fleet = first_fleet(registry, settings.ready_timeout)
-    print(json.dumps(as_json(fleet, time.time()), indent=2) if args.json else as_text(fleet, time.time()))
+    fleet, views = _subsets(fleet, settings, registry, args.ordinal)
+    if args.json:
+        print(json.dumps(as_json(fleet, time.time(), views), indent=2))
+    else:
+        print(as_text(fleet, time.time(), views))
     for problem in () if args.json else fleet.problems:
         print(f"problem: {problem}", file=sys.stderr)
     return 0 if any(spec.endpoints for spec in fleet.pools.values()) else 1
 
 
-def as_json(fleet: Fleet, now: float) -> dict[str, Any]:
+def _ordinal(text: str) -> int:
+    if not (text.isascii() and text.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number of at least 0")
+    return int(text)
+
+
+def _subsets(
+    fleet: Fleet, settings: Settings, registry: Registry, ordinal: int | None
+) -> tuple[Fleet, dict[str, SubsetView]]:
+    """The fleet as the client of an ordinal uses it (None: all of it), and which part of each pool a client uses."""
+    stated = settings.subset if settings.source("subset") != "default" else None
+    modes = {name: stated or spec.config.subset or "off" for name, spec in fleet.pools.items()}
+    count = getattr(registry, "count_clients", None)
+    if count is None or all(mode == "off" for mode in modes.values()):
+        return fleet, {}
+    subsets = Subsets()
+    with contextlib.suppress(RegistryError):  # the fleet came from a snapshot: nobody has an ordinal now
+        subsets.seat = Seat(ordinal or 0, count())
+    pools = {name: subsets.narrowed(spec, modes[name]) for name, spec in fleet.pools.items()}
+    if ordinal is None:
+        return fleet, {name: replace(view, ordinal=None) for name, view in subsets.views.items()}
+    return replace(fleet, pools=pools), subsets.views
+
+
+def as_json(fleet: Fleet, now: float, views: Mapping[str, SubsetView] = NO_VIEWS) -> dict[str, Any]:
     """The fleet for programs. Ages in seconds, None where unknown; header values are masked."""
     return {
         "source": fleet.source,
@@ -59,19 +97,20 @@ def as_json(fleet: Fleet, now: float) -> dict[str, Any]:
             name: {
                 "config": config_record(spec.config, secrets=False),
                 "endpoints": [_row(endpoint, now) for endpoint in spec.endpoints],
+                "subset": asdict(views[name]) if name in views else None,
             }
             for name, spec in fleet.pools.items()
         },
     }
 
 
-def as_text(fleet: Fleet, now: float) -> str:
-    """The fleet for people: a line about the view, then aligned columns."""
+def as_text(fleet: Fleet, now: float, views: Mapping[str, SubsetView] = NO_VIEWS) -> str:
+    """The fleet for people: a line about the view, one for each pool with subsets, then aligned columns."""
     view = f"{fleet.source}, {'STALE, ' if fleet.stale else ''}seen {_ago(_age(fleet.as_of, now))}"
     rows = [HEAD, *(_columns(name, item, now) for name, spec in fleet.pools.items() for item in spec.endpoints)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
-    return "\n".join([view, *lines])
+    return "\n".join([view, *(f"{name}: {part}" for name, part in views.items()), *lines])
 
 
 def _row(endpoint: Endpoint, now: float) -> dict[str, Any]:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from gpuroute.core.candidates import Ask
     from gpuroute.core.pool import Pool
     from gpuroute.core.state import EndpointState
+    from gpuroute.core.subset import SubsetView
 
 
 DRAWN = frozenset({"candidate", "random"})  # how candidates of chance are named
@@ -58,7 +59,8 @@ class EndpointView:
 @dataclass(frozen=True, slots=True)
 class PoolView:
     """One pool: its policy, its endpoints, counters, and what is left of the retry budget. `agents`, `reporting`: shares
-    of its endpoints that have an agent, and that reported their load within the last 10 s."""
+    of its endpoints that have an agent, and that reported their load within the last 10 s. `subset`: which part of
+    the pool `endpoints` are, if this client uses only a part."""
 
     name: str
     policy: str
@@ -69,6 +71,7 @@ class PoolView:
     endpoints: tuple[EndpointView, ...]
     agents: float = 0.0
     reporting: float = 0.0
+    subset: SubsetView | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ class PoolConfig:
     timeout: float | None = None
     attempts: int | None = None
     max_in_flight: int | None = None
+    subset: str | int | None = None
     disabled: bool = False
     fallback_url: str = ""
     salt: str = field(default="", repr=False)
@@ -64,7 +65,11 @@ class Subscription(Protocol):
 
 
 class Registry(Protocol):
-    """A source of fleets. Nothing starts before `subscribe`."""
+    """A source of fleets. Nothing starts before `subscribe`.
+
+    One that can tell its clients apart also has `take_seat(on_seat: Callable[[Seat], None]) -> Subscription`, which
+    subsets need (`core.subset`).
+    """
 
     def subscribe(self, on_change: Callable[[Fleet], None]) -> Subscription:
         """Deliver the whole fleet now or soon, and again after every change, from any thread."""

@@ -16,7 +16,7 @@ from gpuroute.core.ramp import RAMP_S
 from gpuroute.core.state import CAPACITY, INF, EndpointState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Container, Iterable
 
     from gpuroute.core.endpoint import Endpoint
     from gpuroute.core.placement import Placements
@@ -51,9 +51,10 @@ class Snapshot:
 class Survivors:
     """Finds the state of an endpoint again across updates. The caller locks."""
 
-    __slots__ = ("_departed", "_live", "_pool")
+    __slots__ = ("_departed", "_live", "_pool", "elders")
 
     def __init__(self, pool: PoolState) -> None:
+        self.elders: Container[str] = ()  # ids that served others before they came to this client's subset
         self._pool = pool
         self._live: dict[str, EndpointState] = {}
         self._departed: OrderedDict[str, tuple[EndpointState, float]] = OrderedDict()
@@ -89,10 +90,11 @@ class Survivors:
             if state is not None:
                 self._pool.forget(state)
             self._live[endpoint.id] = state = EndpointState(endpoint, self._pool, now)
-            return state, True
+            return state, endpoint.id not in self.elders
         before = state.endpoint
         if before is not endpoint:
             state.adopt(endpoint)
         self._live[endpoint.id] = state
         restarted = endpoint.started_at > before.started_at > 0
-        return state, restarted or now - left_at > RAMP_S or not before.takes_calls
+        long_away = now - left_at > RAMP_S and endpoint.id not in self.elders
+        return state, restarted or long_away or not before.takes_calls

@@ -19,6 +19,7 @@ import grpc
 
 from gpuroute.core.wire import WireError
 from gpuroute.errors import InvalidRecord
+from gpuroute.registry.clients import EtcdSeat, count_clients
 from gpuroute.registry.etcd_client import EtcdClient, EtcdError, retrying
 from gpuroute.registry.publish import Publisher, log
 from gpuroute.registry.snapshot import Keeper
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from gpuroute.core.fleet import Fleet
+    from gpuroute.core.subset import Seat
     from gpuroute.registry.etcd_config import EtcdConfig
     from gpuroute.registry.etcd_watch import WatchStream
 
@@ -47,6 +49,14 @@ class EtcdRegistry:
     def subscribe(self, on_change: Callable[[Fleet], None]) -> EtcdSubscription:
         """Start to watch; returns at once. Problems of etcd are in the subscription's `error`, never raised."""
         return EtcdSubscription(self, on_change)
+
+    def take_seat(self, on_seat: Callable[[Seat], None]) -> EtcdSeat:
+        """Be one of the clients that are counted, from now on; returns at once. Troubles are in its `error`."""
+        return EtcdSeat(self.config, on_seat)
+
+    def count_clients(self) -> int:
+        """How many clients hold a seat. Blocks for one call to etcd; RegistryError if that fails."""
+        return count_clients(self.config)
 
 
 class EtcdSubscription:

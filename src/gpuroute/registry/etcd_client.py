@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 PAGE = 1_000  # keys per request: a long list over a thin line must not meet the timeout of one call
 CONNECT_TIMEOUT_S = 1.0
-_EQUAL, _LEASE = 0, 4  # Compare.result, Compare.target
+_EQUAL, _CREATE, _LEASE = 0, 1, 4  # Compare.result, Compare.target
 _REFUSALS = frozenset(
     {
         grpc.StatusCode.UNAUTHENTICATED,  # the token is invalid or expired
@@ -108,6 +108,20 @@ class EtcdClient:
         compare = encode((1, _EQUAL), (2, _LEASE), (3, key), (8, lease))
         put = encode((2, encode((1, key), (2, value), (3, lease))))
         return bool(self._unary("KV/Txn", encode((1, compare), (2, put))).integer(2))
+
+    def create(self, key: str, value: bytes, lease: int, *, instead_of: str | None = None) -> bool:
+        """Write one key if it does not exist, and delete another in its stead; else change nothing and return False."""
+        compare = encode((1, _EQUAL), (2, _CREATE), (3, key), (5, 0))
+        put = encode((2, encode((1, key), (2, value), (3, lease))))
+        delete = encode((3, encode((1, instead_of)))) if instead_of else None
+        return bool(self._unary("KV/Txn", encode((1, compare), (2, put), (2, delete))).integer(2))
+
+    def count(self, prefix: str, own: str, lease: int) -> tuple[int, bool]:
+        """How many keys there are under a prefix, and whether the key `own` is there under this lease."""
+        compare = encode((1, _EQUAL), (2, _LEASE), (3, own), (8, lease))
+        size = encode((1, encode((1, prefix), (2, _after(prefix)), (9, True))))
+        answer = self._unary("KV/Txn", encode((1, compare), (2, size), (3, size)))
+        return answer.message(3).message(1).integer(4), bool(answer.integer(2))
 
     def grant(self, ttl: float) -> int:
         """A new lease of `ttl` seconds (whole ones, at least 1)."""

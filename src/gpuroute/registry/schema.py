@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from gpuroute.core.endpoint import Capacity, Endpoint, Gpu, State, Tls
 from gpuroute.core.fleet import PoolConfig
 from gpuroute.errors import InvalidRecord
-from gpuroute.forms import parse_duration
+from gpuroute.forms import parse_duration, parse_subset
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -94,6 +94,10 @@ def _seconds(value: Any) -> float:
     seconds = parse_duration(value) if isinstance(value, str) else _number(value)
     _need(seconds > 0, "is not above 0")
     return seconds
+
+
+def _subset(value: Any) -> str | int:
+    return parse_subset(value) if isinstance(value, str) else _whole(1)(value)
 
 
 def _word(*words: str) -> _Row:
@@ -189,6 +193,7 @@ _CONFIG: dict[str, _Row] = {
     "timeout": _Row(_seconds, 'seconds above 0, or a duration such as "250ms", "2s", "1m"'),
     "attempts": _COUNT,
     "max_in_flight": _COUNT,
+    "subset": _Row(_subset, '"auto", "off" or a whole number of at least 1'),
     "disabled": _Row(_boolean, "true or false"),
     "fallback_url": _url("http", "https"),
     "salt": _TEXT,
