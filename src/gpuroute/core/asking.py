@@ -18,14 +18,13 @@ forged source address gains nothing. Malformed input raises Garbled, whatever it
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import struct
 from enum import IntEnum
-from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 from zlib import crc32
 
+from gpuroute.core.seal import TAG, tag
 from gpuroute.errors import GpurouteError
 
 if TYPE_CHECKING:
@@ -35,11 +34,11 @@ VERSION = 1
 GRPC_METHOD = "/gpuroute.Agent/Say"  # over gRPC the same messages are the payload of this one
 MAX_HASHES = 8
 UNKNOWN = 0xFFFFFFFF
-TAG = 16
 
 _HEADER = struct.Struct("!2sBBBxHQQ")
 _ASK = struct.Struct("!IB3x")
 _BID = struct.Struct("!IHHHBxIIII")
+_WHOLE_BID = struct.Struct("!2sBBBxHQQIHHHBxIIII")
 _TAKE = struct.Struct("!II")
 _TELL = struct.Struct("!II")
 _NO_TAG = bytes(TAG)
@@ -62,6 +61,9 @@ class EngineState(IntEnum):
     DRAINING = 2
     HUNG = 3
     GONE = 4
+
+
+_STATES = tuple(EngineState)
 
 
 class Garbled(GpurouteError, ValueError):
@@ -163,7 +165,7 @@ def open_message(data: bytes, secrets: Sequence[bytes] = ()) -> tuple[Header, by
     magic, version, kind, key, engine, sent_ms, id_ = _HEADER.unpack_from(data)
     if magic != b"GR" or version != VERSION:
         raise Garbled(f"not a message of version {VERSION}")
-    if secrets and (key >= len(secrets) or not hmac.compare_digest(data[-TAG:], _tag(data[:-TAG], secrets[key]))):
+    if secrets and (key >= len(secrets) or not hmac.compare_digest(data[-TAG:], tag(data[:-TAG], secrets[key]))):
         raise Garbled("the tag does not match")
     try:
         return Header(Kind(kind), key, engine, sent_ms, id_), data[_HEADER.size : -TAG]
@@ -191,6 +193,21 @@ def decode_bid(body: bytes) -> BidBody:
     return BidBody(queued, running, waiting, kv / 0xFFFF, engine_state, _known(matched), identity, epoch, prefill)
 
 
+def read_bid(data: bytes, secret: bytes = b"") -> tuple[int, BidBody]:
+    """Engine number and body of a bid: `open_message` and `decode_bid` in one step, for those who get six a call."""
+    if len(data) != _WHOLE_BID.size + TAG:
+        raise Garbled(f"{len(data)} bytes are not a bid")
+    (magic, version, kind, key, engine, _, _, queued, running, waiting, kv, state, matched, identity, epoch, prefill) = (
+        _WHOLE_BID.unpack_from(data)
+    )
+    if magic != b"GR" or version != VERSION or kind != Kind.BID or state >= len(_STATES):
+        raise Garbled(f"not a bid of version {VERSION}")
+    if secret and (key or not hmac.compare_digest(data[-TAG:], tag(data[:-TAG], secret))):
+        raise Garbled("the tag does not match")
+    known = None if matched == UNKNOWN else matched
+    return engine, BidBody(queued, running, waiting, kv / 0xFFFF, _STATES[state], known, identity, epoch, prefill)
+
+
 def decode_take(body: bytes) -> TakeBody:
     """The body of a take. Raises Garbled."""
     return TakeBody(*_fixed(_TAKE, body))
@@ -204,22 +221,7 @@ def decode_tell(body: bytes) -> TellBody:
 
 def _sealed(kind: Kind, payload: bytes, id_: int, sent_ms: int, engine: int, key: int, secret: bytes) -> bytes:
     data = _HEADER.pack(b"GR", VERSION, kind, key, engine, sent_ms, id_) + payload
-    return data + (_tag(data, secret) if secret else _NO_TAG)
-
-
-def _tag(data: bytes, secret: bytes) -> bytes:
-    pads = _pads(secret)
-    inner, outer = pads[0].copy(), pads[1].copy()
-    inner.update(data)
-    outer.update(inner.digest())
-    return outer.digest()[:TAG]
-
-
-@lru_cache(maxsize=16)
-def _pads(secret: bytes) -> tuple[hashlib._Hash, hashlib._Hash]:
-    """HMAC with its two pads hashed once for each key: 0.9 us a message, where `hmac.digest` takes 2.4."""
-    block = (secret if len(secret) <= 64 else hashlib.sha256(secret).digest()).ljust(64, b"\0")
-    return hashlib.sha256(bytes(b ^ 0x36 for b in block)), hashlib.sha256(bytes(b ^ 0x5C for b in block))
+    return data + (tag(data, secret) if secret else _NO_TAG)
 
 
 def _fixed(layout: struct.Struct, body: bytes) -> tuple[int, ...]:

@@ -92,8 +92,7 @@ class Pool:
         self.budget = Budget(rules.budget_ratio, rules.budget_floor)
         self.arrivals = self.budget.deposits
         self.hedges = Budget(rules.hedge.hedge_share, floor=0.1, deposits=self.arrivals)
-        # 10 s of a quiet client pay for no reroute.
-        self.reroutes = Budget(rules.hedge.reroute_share, floor=0.0, window=60, deposits=self.arrivals)
+        self.reroutes = Budget(rules.hedge.reroute_share, 0.0, 60, self.arrivals)  # 10 s of a quiet client pay for none
         self.outliers = Outliers(rules.outliers, now)
         self.late = 0.0  # moving share of calls that were due for a reroute
         self.mean_tokens = 0.0
@@ -158,10 +157,7 @@ class Pool:
 
     def _unsuspected(self, state: EndpointState, ask: Ask, tried: Container[EndpointState]) -> EndpointState | None:
         """Another one, if there is any, than where calls wait for longer than is usual: silence makes dear at once."""
-        avoided = Tried()
-        if isinstance(tried, Tried):
-            avoided.states |= tried.states
-            avoided.domains |= tried.domains
+        avoided = tried.copy() if isinstance(tried, Tried) else Tried()
         avoided.add(state)
         other = self.pick(ask, avoided)
         return state if other in avoided.states else other
@@ -205,11 +201,10 @@ class Pool:
 
     def _panics(self) -> bool:
         """Too few are admitted for the load of all: `panic_share` of 0 leaves it at "nobody is"."""
-        share, limited = self.rules.panic_share, self.shared.limited
-        if not limited or self.rules.panic != "fail_open":
+        if not self.shared.limited or self.rules.panic != "fail_open":
             return False
         routable = self.snapshot.routable
-        return sum(state.admitted for state in routable) <= share * len(routable)
+        return sum(state.admitted for state in routable) <= self.rules.panic_share * len(routable)
 
     def pause_left(self, now: float) -> float:
         """Seconds until an endpoint takes calls again, if all that could are pausing on request; else 0."""
@@ -229,8 +224,9 @@ class Pool:
 
     def retry_after(self, now: float) -> float | None:
         """Seconds until the earliest closed endpoint may be tried again, for error messages; None if unknown."""
-        moments = [until for state in self.snapshot.routable for until in tuple(state.until.values()) if until < INF]
-        return max(0.0, min(moments) - now) if moments else None
+        moments = (until for state in self.snapshot.routable for until in tuple(state.until.values()))
+        soonest = min(moments, default=INF)
+        return max(0.0, soonest - now) if soonest < INF else None
 
     def _acquire_in_panic(self, ask: Ask, now: float, tried: Container[EndpointState], tries: Tries) -> Attempt | None:
         routable = self.snapshot.routable

@@ -27,6 +27,13 @@ class Tried:
         """It failed there, so prefer what does not share its fate."""
         self.domains.update(state.domains)
 
+    def copy(self) -> Tried:
+        """Another one with the same members."""
+        other = Tried()
+        other.states |= self.states
+        other.domains |= self.domains
+        return other
+
     def __contains__(self, state: object) -> bool:
         if state in self.states or (self.states and state.troubled):  # type: ignore[attr-defined]
             return True

@@ -22,22 +22,20 @@ import threading
 import time
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from gpuroute.core.asking import (
     AskBody,
     EngineState,
     Garbled,
-    Kind,
     TakeBody,
     TellBody,
-    decode_bid,
     encode_ask,
     encode_take,
     encode_tell,
     identity_of,
-    open_message,
+    read_bid,
 )
 from gpuroute.core.learning import learn_bid
 from gpuroute.core.prefix import seed
@@ -64,6 +62,8 @@ if TYPE_CHECKING:
     from gpuroute.transports.ask_engines import Engines
     from gpuroute.transports.ask_grpc import Channels
     from gpuroute.transports.ask_lines import Address
+
+    Asked = tuple[EndpointState, "Peer"]
 
 log = logging.getLogger("gpuroute")
 
@@ -106,12 +106,14 @@ class Counts:
 class Peer:
     """The agent of one endpoint, as this process knows it."""
 
-    __slots__ = ("epoch", "identity", "misses", "muted_until", "place", "resolve_at")
+    __slots__ = ("agent", "endpoint", "epoch", "identity", "misses", "muted_until", "place", "resolve_at")
 
-    def __init__(self, endpoint_id: str) -> None:
-        self.identity = identity_of(endpoint_id)
+    def __init__(self, endpoint: Endpoint, agent: str) -> None:
+        self.endpoint = endpoint
+        self.agent = agent
+        self.identity = identity_of(endpoint.id)
         self.place: Place | None = None
-        self.resolve_at = 0.0
+        self.resolve_at = 0.0 if agent else math.inf
         self.misses = 0
         self.muted_until = 0.0
         self.epoch = 0
@@ -131,13 +133,6 @@ class Peer:
         self.misses += 1
         if self.misses >= SILENT_AFTER:
             self.muted_until = now + min(MAX_MUTE_S, MUTE_S * 2.0 ** (self.misses - SILENT_AFTER))
-
-
-class Asked(NamedTuple):
-    """One candidate that was asked."""
-
-    state: EndpointState
-    peer: Peer
 
 
 class Asker:
@@ -162,7 +157,7 @@ class Asker:
 
     def _arrange(self) -> None:
         """What a process needs of its own: also run in a forked child."""
-        self._peers: dict[tuple[str, str], Peer] = {}
+        self._peers: dict[EndpointState, Peer] = {}
         self._lines: deque[ThreadLine] = deque()
         self._loops: dict[asyncio.AbstractEventLoop, LoopLine] = {}
 
@@ -228,13 +223,14 @@ class Asker:
         candidates = picker.candidates(call.ask)
         if len(candidates) < 2:
             return ()
-        now = self.clock()
+        now, tried = self.clock(), call.tried if call.history else ()
         asked = []
         for state in candidates:
-            peer = self.peer(state, now) if state.admitted and state not in call.tried else None
-            if peer is not None and peer.muted_until <= now:
-                asked.append(Asked(state, peer))
-        return asked[:MOST] if asked and (self._always or self._pays(call, asked[0].state)) else ()
+            if len(state.in_flight) < state.limit and state not in tried:
+                peer = self.peer(state, now)
+                if peer is not None and peer.muted_until <= now:
+                    asked.append((state, peer))
+        return asked[:MOST] if asked and (self._always or self._pays(call, asked[0][0])) else ()
 
     def covers(self, pool: Pool) -> bool:
         """True if any endpoint of the pool has an agent: else there is nothing to do here."""
@@ -255,19 +251,25 @@ class Asker:
 
     def peer(self, state: EndpointState, now: float) -> Peer | None:
         """The agent of an endpoint, if it has one whose address is known."""
-        agent = self._agent(state.endpoint)
-        if not agent:
-            return None
-        key = (agent, state.id)
-        peer = self._peers.get(key)
-        if peer is None:
-            if len(self._peers) >= MAX_PEERS:  # of endpoints that left long ago; the others are found again at once
-                self._peers.clear()
-            peer = self._peers[key] = Peer(state.id)
+        peer = self._peers.get(state)
+        if peer is None or peer.endpoint is not state.endpoint:
+            peer = self._meet(state, peer)
         if now >= peer.resolve_at:
             peer.resolve_at = now + RESOLVE_S
-            _resolve(peer, agent)
+            _resolve(peer)
         return peer if peer.place is not None else None
+
+    def _meet(self, state: EndpointState, known: Peer | None) -> Peer:
+        """Who answers for an endpoint, from now on; the same as before, if only other things of its record changed."""
+        endpoint = state.endpoint
+        agent = self._agent(endpoint)
+        if known is not None and known.agent == agent:
+            known.endpoint = endpoint
+            return known
+        if len(self._peers) >= MAX_PEERS:  # of endpoints that left long ago; the others are found again at once
+            self._peers.clear()
+        peer = self._peers[state] = Peer(endpoint, agent)
+        return peer
 
     def _agent(self, endpoint: Endpoint) -> str:
         """The address of who answers for an endpoint: its agent, or the engine itself."""
@@ -350,7 +352,7 @@ class Asking:
         self._asker = asker
         self._call = call
         self._line = line
-        self._asked = {one.peer.identity: one for one in asked}
+        self._asked = {one[1].identity: one for one in asked}
         self._waits = True
         self._until = self.started + asker.timeout
         self._again_at = self.started + asker.patience
@@ -413,31 +415,27 @@ class Asking:
         """A bid, perhaps."""
         asker = self._asker
         try:
-            header, body = open_message(data, (asker.secret,) if asker.secret else ())
-            if header.kind is not Kind.BID:
-                raise Garbled("not a bid")
-            bid = decode_bid(body)
+            engine, bid = read_bid(data, asker.secret)
         except Garbled:
             asker.counts.garbled += 1
             return
-        asked = self._asked.get(bid.identity)
-        if asked is None or not _is_from(asked.peer.place, source, header.engine):
+        queue, running, waiting, kv_usage, condition, matched, identity, epoch, _ = bid
+        asked = self._asked.get(identity)
+        if asked is None or not _is_from(asked[1].place, source, engine):
             asker.counts.strangers += 1
             return
         state, peer = asked
         peer.answered()
-        peer.epoch = bid.epoch
+        peer.epoch = epoch
         asker.counts.answers += 1
         asker.counts.late += not self._waits
         asker.round_trip += 0.05 * (min(now - self.started, 1.0) - asker.round_trip)
-        matched = -1 if bid.matched_tokens is None else bid.matched_tokens
-        queue = bid.queued_tokens
-        ready = bid.state is EngineState.READY
+        ready = condition is EngineState.READY
         if not ready:
             self._real_queue[state.id] = queue
             queue += NOT_READY_TOKENS
-        said = bid.running, bid.waiting, queue, bid.kv_usage, matched, bid.epoch
-        report = Report(asker.clock(), *said, SOURCES[bid.state])
+        known = -1 if matched is None else matched
+        report = Report(asker.clock(), running, waiting, queue, kv_usage, known, epoch, SOURCES[condition])
         self.bids[state.id] = report
         if ready:
             learn_bid(state, report, self._call.pool.mean_tokens)
@@ -475,9 +473,8 @@ class Asking:
     def take(self, attempt: Attempt) -> None:
         """Tell the agent of the endpoint that was picked, asked or not, that the call comes."""
         asker = self._asker
-        real = self._real_queue.get(attempt.state.id)
-        if real is not None:
-            attempt.queued = real  # the charge for not being ready is no queue to learn from
+        if self._real_queue:  # the charge for not being ready is no queue to learn from
+            attempt.queued = self._real_queue.get(attempt.state.id, attempt.queued)
         place = self._place(attempt)
         if place is not None:
             self._open.add(attempt)
@@ -536,8 +533,9 @@ def _now_ms() -> int:
     return int(time.time() * 1000)
 
 
-def _resolve(peer: Peer, agent: str) -> None:
+def _resolve(peer: Peer) -> None:
     """Find the place of `udp://host:port/engine`: at once if the host is a number, else without waiting for it."""
+    agent = peer.agent
     if agent.startswith(f"{SCHEME}:"):
         peer.place = Place(RELAY, (SCHEME, agent.removeprefix(f"{SCHEME}:")), 0)
         return
