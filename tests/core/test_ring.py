@@ -133,6 +133,29 @@ def test_a_ring_is_bounded(size: int) -> None:
     assert len(ring.shares) == size
 
 
+@pytest.mark.parametrize("size", [300, 311, 312, 313, 320, 624, 625, 1_249, 5_000])
+def test_a3_at_no_size_does_one_more_move_more_than_twice_its_share(size: int) -> None:
+    """The points of everybody were once halved from 312 to 313: half of all keys moved."""
+    ring = Ring({f"gpu-{n}": 1.0 for n in range(size)})
+    larger = ring.extended({f"gpu-{n}": 1.0 for n in range(size + 1)})
+    share = 1 / (size + 1)
+    changes = moved(owners(ring), owners(larger))
+    # Twice its share, and five standard deviations of the sample of keys and of the points that one endpoint has.
+    spread = math.hypot(math.sqrt(2 * share / len(KEYS)), 2 * share / math.sqrt(min(larger.shares.values())))
+    assert len(changes) / len(KEYS) <= 2 * share + 5 * spread
+    assert larger.shares.keys() - ring.shares.keys() == {f"gpu-{size}"}
+    assert all(0 <= ring.shares[name] - larger.shares[name] <= 1 for name in ring.shares)
+
+
+def test_a3_one_changed_weight_among_thousands_moves_little() -> None:
+    weights = {f"gpu-{n}": 1.0 for n in range(2_000)}
+    before = owners(Ring(weights))
+    after = owners(Ring(weights).extended({**weights, "gpu-7": 3.0}))
+    assert len(moved(before, after)) / len(KEYS) <= 0.01
+    assert Ring({"tiny": 5e-324, "tinier": 5e-324}).shares.keys() == {"tiny", "tinier"}
+    assert len(Ring({"drained": 0.0})) == 0
+
+
 def test_a_heavy_endpoint_does_not_blow_up_the_ring() -> None:
     ring = Ring({"small": 1.0, "huge": 1e6})
     assert len(ring) <= MAX_POINTS + 1
