@@ -10,7 +10,7 @@ from everybody, and each of the others gives up a fraction of a point, so that a
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from typing import TYPE_CHECKING
 
 from xxhash import xxh3_64_intdigest
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 MAX_POINTS = 50_000
 POINTS = 160  # per unit of weight: the share of an endpoint then varies by about 1/sqrt(160) = 8 %
+FEW_CHANGES = 100  # up to there, points are cheaper moved one by one
 FEW_POINTS = 60  # on average at least, so that weights may be shares of one
 
 
@@ -68,14 +69,39 @@ class Ring:
         self._fractions = {owner: known.get(owner) or _fraction(owner) for owner, weight in weights.items() if weight > 0}
         self.shares = _shares(weights, self._fractions)
         old, new = before.shares, self.shares
-        if new == old:
-            return
-        gone = {point for owner, share in old.items() for point in _points(owner, new.get(owner, 0), share)}
-        added = {point: owner for owner, share in new.items() for point in _points(owner, old.get(owner, 0), share)}
-        owner_of = dict(zip(before._points, before._owners, strict=True)) | added
-        self._points = [point for point in before._points if point not in gone] if gone else before._points.copy()
+        gone = {
+            p
+            for owner, share in old.items()
+            if new.get(owner, 0) < share
+            for p in _points(owner, new.get(owner, 0), share)
+        }
+        added = {
+            p: owner
+            for owner, share in new.items()
+            if old.get(owner, 0) < share
+            for p in _points(owner, old.get(owner, 0), share)
+        }
+        self._points, self._owners = before._points.copy(), before._owners.copy()
+        if len(gone) + len(added) <= FEW_CHANGES:
+            self._patch(gone, added)
+        else:
+            self._rebuild(gone, added)
+
+    def _patch(self, gone: set[int], added: dict[int, str]) -> None:
+        points, owners = self._points, self._owners
+        for point in gone:
+            index = bisect_left(points, point)
+            del points[index], owners[index]
+        for point, owner in added.items():
+            index = bisect_left(points, point)
+            points.insert(index, point)
+            owners.insert(index, owner)
+
+    def _rebuild(self, gone: set[int], added: dict[int, str]) -> None:
+        owner_of = dict(zip(self._points, self._owners, strict=True)) | added
+        self._points = [point for point in self._points if point not in gone]
         self._points += added
-        self._points.sort()  # nearly sorted after a small change, where timsort is linear
+        self._points.sort()
         self._owners = [owner_of[point] for point in self._points]
 
 
