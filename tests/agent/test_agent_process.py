@@ -15,7 +15,12 @@ from agent.process import KEY, AgentProcess, Eyes
 from registry.etcd_server import EtcdCluster
 
 import gpuroute.httpx2
+from gpuroute.agent.desk import Desk
+from gpuroute.agent.register import Life, Rules
+from gpuroute.agent.watch import Watch
+from gpuroute.cli import main
 from gpuroute.core.endpoint import Endpoint
+from gpuroute.engines.catalog import engine_of
 from gpuroute.router import Router
 from gpuroute.testing import GpuServer
 from gpuroute.transports.asking import asker_of
@@ -177,6 +182,10 @@ def test_a_warm_up_that_fails_is_tried_again(server: GpuServer, eventually: Call
         (["--pool", "Not A Pool"], "pool name"),
         (["--id", "a", "--id", "b"], "as often as --url"),
         (["--record", "/no/such/file"], "--record"),
+        (["--listen", "127.0.0.1:70000"], "65535"),
+        (["--status", "127.0.0.1:x"], "--status='127.0.0.1:x': expected HOST:PORT"),
+        (["--agent-host", "h:0"], "--agent-host='h:0': expected HOST or HOST:PORT"),
+        (["--url", "ftp://x"], "--url='ftp://x': expected an http://"),
     ],
 )
 def test_what_can_never_work_is_refused_at_once(options: list[str], complaint: str) -> None:
@@ -185,6 +194,44 @@ def test_what_can_never_work_is_refused_at_once(options: list[str], complaint: s
     assert done.returncode == 2
     assert complaint in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "values", "accepted"),
+    [
+        ("--warmup", ["-1", "x", "1.5", "\u00b2"], "a whole number of at least 0"),
+        ("--max-rate", ["0", "-1", "nan", "1e6"], "a whole number of at least 1"),
+        ("--kv-tokens", ["-1", "1e9", ""], "a whole number of at least 0"),
+        ("--dram-tokens", ["-1", "many"], "a whole number of at least 0"),
+        ("--ttl", ["0.5s", "25h", "soon", "-1s", "inf"], "a duration from 1s to 24h"),
+        ("--drain", ["-1s", "soon"], "a duration such as 0s"),
+        ("--hung-after", ["0s", "-1s", "nan"], "a duration above 0"),
+    ],
+)
+def test_numbers_that_make_no_sense_are_refused(
+    option: str, values: list[str], accepted: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for value in values:
+        with pytest.raises(SystemExit) as caught:
+            main(["agent", f"{option}={value}"])
+        assert caught.value.code == 2
+        assert f"argument {option}: {value!r}: expected {accepted}" in capsys.readouterr().err
+
+
+def test_a_throttled_gpu_is_labelled_while_it_is_and_written_only_when_that_changes() -> None:
+    class Record:
+        def __init__(self) -> None:
+            self.written: list[dict[str, str]] = []
+
+        def update(self, endpoint: Endpoint) -> None:
+            self.written.append(dict(endpoint.labels))
+
+    record = Record()
+    endpoint = Endpoint("gpu-0", "http://127.0.0.1:1", labels={"rack": "r1", "throttled": "power_cap"})
+    life = Life(Watch("http://127.0.0.1:1", engine_of("vllm"), Desk("gpu-0")), endpoint, lambda _: record, Rules())
+    for reasons in ("power_cap", "hw_thermal", "hw_thermal", "", ""):
+        life.label("throttled", reasons)
+    assert record.written == [{"rack": "r1", "throttled": "hw_thermal"}, {"rack": "r1"}]
 
 
 def test_the_key_is_not_logged(server: GpuServer, eventually: Callable[..., None]) -> None:

@@ -1,47 +1,59 @@
-"""What NVIDIA's management library says of the GPUs of this machine, if it is here (`nvidia-ml-py`, optional)."""
+"""What NVIDIA's management library says of the GPUs of this machine, if it is here (`nvidia-ml-py`, optional).
+
+Without the library, a driver or a GPU nothing is known, and nothing fails. An engine that was given some GPUs only
+(`CUDA_VISIBLE_DEVICES`, which the library itself does not heed) is told of these, if the agent has the same variable.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gpuroute.core.endpoint import Gpu
 from gpuroute.core.speed import PREFILL_PRIOR
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 _REASONS = {
-    0x04: "power_cap",
-    0x08: "hw_slowdown",
-    0x20: "sw_thermal",
-    0x40: "hw_thermal",
-    0x80: "hw_power_brake",
+    0x004: "power_cap",
+    0x008: "hw_slowdown",
+    0x010: "sync_boost",
+    0x020: "sw_thermal",
+    0x040: "hw_thermal",
+    0x080: "hw_power_brake",
+    0x200: "board_limit",
+    0x400: "reliability",
 }
-"""NVML's clock throttle reasons that make a GPU slower than its kind."""
+"""NVML's reasons for clocks that make a GPU slower than its kind; being idle and settings of the operator are none."""
+
+_ASK_REASONS = ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons")
+"""The function by its present and by its older name: a driver may know only one of them."""
 
 
 def found() -> Gpu | None:
-    """Kind, number and memory of this machine's GPUs; None without the library or without a GPU."""
+    """Kind, number and memory (GiB of one) of this machine's GPUs; None without the library or without a GPU."""
     nvml = _library()
     if nvml is None:
         return None
     with suppress(Exception):
-        count = nvml.nvmlDeviceGetCount()
-        handle = nvml.nvmlDeviceGetHandleByIndex(0)
-        name = nvml.nvmlDeviceGetName(handle)
-        memory = nvml.nvmlDeviceGetMemoryInfo(handle).total / 2**30
-        return Gpu(kind_of(name if isinstance(name, str) else name.decode()), count, round(memory, 1))
+        handles = list(_handles(nvml))
+        name = nvml.nvmlDeviceGetName(handles[0])
+        memory = nvml.nvmlDeviceGetMemoryInfo(handles[0]).total / 2**30
+        return Gpu(kind_of(name if isinstance(name, str) else name.decode()), len(handles), round(memory, 1))
     return None
 
 
 def throttled() -> tuple[str, ...]:
-    """Why a GPU of this machine is slower than its kind, now; () if none is, or nothing is known."""
+    """Why a GPU of this machine is slower than its kind, now; () if none is, or nothing is known. Takes milliseconds."""
     nvml = _library()
     reasons: set[str] = set()
     if nvml is not None:
         with suppress(Exception):
-            for index in range(nvml.nvmlDeviceGetCount()):
-                handle = nvml.nvmlDeviceGetHandleByIndex(index)
-                bits = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
+            for handle in _handles(nvml):
+                bits = _bits(nvml, handle)
                 reasons |= {word for bit, word in _REASONS.items() if bits & bit}
     return tuple(sorted(reasons))
 
@@ -50,6 +62,26 @@ def kind_of(name: str) -> str:
     """The short kind in a product's name: "NVIDIA H100 80GB HBM3" is an H100."""
     words = re.split(r"[\s-]+", name)
     return next((word for word in words if word in PREFILL_PRIOR), name.removeprefix("NVIDIA "))
+
+
+def _handles(nvml: Any) -> Iterator[Any]:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        yield from (nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount()))
+        return
+    for word in (word.strip() for word in visible.split(",")):
+        if word.isdecimal():
+            yield nvml.nvmlDeviceGetHandleByIndex(int(word))
+        elif word.startswith("GPU-"):
+            yield nvml.nvmlDeviceGetHandleByUUID(word)
+
+
+def _bits(nvml: Any, handle: Any) -> int:
+    """The reasons of one GPU; 0 if it does not say."""
+    for name in _ASK_REASONS:
+        with suppress(Exception):
+            return int(getattr(nvml, name)(handle))
+    return 0
 
 
 def _library() -> Any:

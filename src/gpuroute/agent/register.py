@@ -88,6 +88,16 @@ class Life:
             if self._record is not None:
                 self._record.update(self.endpoint)
 
+    def label(self, name: str, text: str) -> None:
+        """Set a label of the record, or remove it (""). What has not changed is not written."""
+        labels = {known: value for known, value in self.endpoint.labels.items() if known != name}
+        labels |= {name: text} if text else {}
+        if labels != dict(self.endpoint.labels):
+            log.info("%s: label %s is now %r", self.endpoint.id, name, text)
+            self.endpoint = replace(self.endpoint, labels=labels)
+            if self._record is not None:
+                self._record.update(self.endpoint)
+
     async def drain(self) -> bool:
         """Take no more calls, and wait until those that run have ended; False if they had not in time."""
         self.watch.draining = True

@@ -31,6 +31,9 @@ log = logging.getLogger("gpuroute.agent")
 KV_TOKENS = 400_000
 """Of an engine that does not say how much its KV cache holds."""
 
+GPUS_S = 10.0
+"""How often the GPUs are looked at."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
@@ -43,7 +46,8 @@ class Engine:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """What one agent does. `engine`: a dialect, or "auto"; `keys`: secrets, the present one first; hosts and ports to
-    listen on (0: any). `agent_host`: where clients reach us, if not where we listen. Seconds and tokens as named."""
+    listen on (0: any). `agent_host`: where clients reach us, if not where we listen. `throttled`: says, maybe slowly, why
+    the GPUs here are slower than their kind; None: nobody knows. Seconds and tokens as named."""
 
     engines: Sequence[Engine]
     engine: str = "auto"
@@ -59,6 +63,7 @@ class Options:
     hung_after: float = HUNG_AFTER_S
     kv_tokens: int = 0
     dram_tokens: int = 0
+    throttled: Callable[[], Sequence[str]] | None = None
 
 
 class Agent:
@@ -103,6 +108,7 @@ class Agent:
                 second, port = await serve(options.grpc, self.answers)
                 address = _address(options.grpc.scheme, options.agent_host, options.grpc.host, port)
             tasks = [loop.create_task(self._attend(index, address)) for index in range(len(self.desks))]
+            tasks += [loop.create_task(self._label(options.throttled))] if options.throttled is not None else []
             port = await status.listen(*options.status)
             self._say({"agent": address, "status": f"http://{options.status[0]}:{port}"})
             await _first(self._stop, tasks)
@@ -136,6 +142,14 @@ class Agent:
         life = await asyncio.to_thread(Life, watch, endpoint, self._register, options.rules)
         self.lives.append(life)
         await asyncio.gather(watch.run(), life.run())
+
+    async def _label(self, throttled: Callable[[], Sequence[str]]) -> None:
+        """Keep the label `throttled` of all records as it is now."""
+        while True:
+            await asyncio.sleep(GPUS_S)
+            reasons = ",".join(await asyncio.to_thread(throttled))
+            for life in self.lives:
+                life.label("throttled", reasons)
 
     def _desk(self, endpoint: Endpoint) -> Desk:
         options = self._options
