@@ -88,7 +88,12 @@ class Settings:
     max_in_flight: int | None = _row(None, COUNT, "Most calls of this process at one endpoint at a time.")
     zone: str | None = _row(None, WORD, "Zone that this process runs in. No policy uses it yet.")
     region: str | None = _row(None, WORD, "Region that this process runs in. No policy uses it yet.")
-    trust_env: bool = _row(False, BOOLEAN, "Use the proxy variables of the environment (HTTP_PROXY, ...).")
+    trust_env: bool = _row(
+        False,
+        BOOLEAN,
+        "Let gRPC connections, to etcd and to gRPC endpoints, go through the proxy of the environment (http_proxy, "
+        "no_proxy, ...). HTTP endpoints and agents are connected to directly, whatever it says.",
+    )
     cookies: bool = _row(False, BOOLEAN, "Let `Set-Cookie` of endpoints through to the client.")
     log_level: str | None = _row(
         None, choice("debug", "info", "warning", "error", "critical"), "Level of the logger `gpuroute`."

@@ -27,10 +27,16 @@ class RoutedAttempt:
     __slots__ = ("_arguments", "_attempt", "_call", "_failures", "_router")
 
     def __init__(
-        self, router: Router, pool: str, key: str | None, tokens: int, failures: tuple[type[BaseException], ...]
+        self,
+        router: Router,
+        pool: str,
+        key: str | None,
+        tokens: int,
+        failures: tuple[type[BaseException], ...],
+        protocol: str | None = None,
     ) -> None:
         self._router = router
-        self._arguments = (pool, key, tokens)
+        self._arguments = (pool, key, tokens, protocol)
         self._failures = failures
         self._call: Call | None = None
         self._attempt: Attempt | None = None
@@ -87,8 +93,8 @@ class RoutedAttempt:
     def _begin(self) -> Self:
         if self._attempt is not None and self._attempt.outcome is None:
             raise RuntimeError("this attempt is under way: call router.attempt(...) for each")
-        pool, key, tokens = self._arguments
-        call = self._router.call(pool, key=key, tokens=tokens, attempts=1)
+        pool, key, tokens, protocol = self._arguments
+        call = self._router.call(pool, key=key, tokens=tokens, attempts=1, protocol=protocol)
         now = self._router.clock()
         if (pause := call.delay(now)) > 0:
             raise NoEndpointAvailable(

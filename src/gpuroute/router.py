@@ -21,7 +21,8 @@ from gpuroute.core.breaker import BreakerRules
 from gpuroute.core.call import Call
 from gpuroute.core.candidates import Ask
 from gpuroute.core.describe import Explanation, PoolView, RouterView, describe_pool, explain
-from gpuroute.core.fleet import Fleet, PoolSpec
+from gpuroute.core.endpoint import GRPC, HTTP, PROTOCOLS
+from gpuroute.core.fleet import Fleet, PoolSpec, by_protocol
 from gpuroute.core.hedge import HedgeRules
 from gpuroute.core.merge import merge_rules
 from gpuroute.core.outliers import OutlierRules
@@ -33,7 +34,7 @@ from gpuroute.core.watchdog import WatchdogRules
 from gpuroute.errors import ConfigError, RegistryUnavailable, RouterClosed, UnknownPool
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Container, Mapping, Sequence
 
     from gpuroute.core.endpoint import Endpoint
     from gpuroute.core.fleet import Registry, Subscription
@@ -80,7 +81,12 @@ class Router:
         self.version = 0
         self._source = registry if registry is not None and not isinstance(registry, str) else None
         self._endpoints = endpoints
-        self._pools: dict[str, Pool] = {}
+        self._parts: dict[str, dict[str, Pool]] = {}  # by name and protocol
+        self._pools: dict[str | None, dict[str, Pool]] = {
+            None: {},
+            HTTP: {},
+            GRPC: {},
+        }  # by protocol and name; None: whatever there is, HTTP first
         self._fleet: Fleet | None = None
         self._fleet_at = 0.0
         self._closed = False
@@ -180,18 +186,35 @@ class Router:
             self._take_seat()
 
     def _apply(self, fleet: Fleet, now: float) -> None:
-        rules, pools = self._rules(), dict(self._pools)
-        for name in [*fleet.pools, *(name for name in pools if name not in fleet.pools)]:
+        rules, parts = self._rules(), dict(self._parts)
+        for name in [*fleet.pools, *(name for name in parts if name not in fleet.pools)]:
             spec = fleet.pools.get(name) or PoolSpec(name)
+            before = parts.get(name, {})
+            # A pool without endpoints remains what it was: their protocol is not known, and they may come back.
+            wanted = by_protocol(spec) or dict.fromkeys(before or (HTTP,), spec)
             merged = merge_rules(rules, spec, self._explicit())
-            part = self._subsets.narrowed(spec, self._subset_mode(spec))
-            if name in pools:
-                pools[name].survivors.elders = self._subsets.elders(name)
-                pools[name].update(part, merged, now)
-            else:
-                pools[name] = Pool(part, merged, random=self.random, now=now, make_lock=threading.Lock)
-        self._pools = pools
+            parts[name] = {
+                protocol: self._placed(part, _part_name(name, protocol, wanted), merged, before.get(protocol), now)
+                for protocol, part in wanted.items()
+            }
+        self._parts = parts
+        main = {name: part.get(HTTP) or part[GRPC] for name, part in parts.items()}
+        http = {name: pool for name, pool in main.items() if HTTP in parts[name] or not pool.spec.endpoints}
+        self._pools = {
+            None: main,
+            HTTP: http,
+            GRPC: main | {name: part[GRPC] for name, part in parts.items() if GRPC in part},
+        }
         self.version += 1
+
+    def _placed(self, spec: PoolSpec, part: str, rules: PoolRules, pool: Pool | None, now: float) -> Pool:
+        """The pool with this spec, or as much of it as this client uses."""
+        spec = self._subsets.narrowed(spec, self._subset_mode(spec), part)
+        if pool is None:
+            return Pool(spec, rules, random=self.random, now=now, make_lock=threading.Lock)
+        pool.survivors.elders = self._subsets.elders(part)
+        pool.update(spec, rules, now)
+        return pool
 
     def _subset_mode(self, spec: PoolSpec) -> str | int:
         stated = None if "subset" in self._explicit() else spec.config.subset
@@ -313,15 +336,17 @@ class Router:
         timeout: float | None = None,
         attempts: int | None = None,
         replayable: bool = True,
+        protocol: str | None = None,
     ) -> Call:
         """Begin one logical call. Never blocks: see `ready` for the first one.
 
         `key`: session affinity; `ladder`: prefix hashes; `tokens`: estimated prompt tokens; `timeout`: seconds over all
-        attempts. Raises UnknownPool, RouterClosed, RegistryUnavailable, ConfigError (a negative timeout, no attempt).
+        attempts; `protocol` (`http`, `grpc`): only endpoints that speak it. Raises UnknownPool, RouterClosed,
+        RegistryUnavailable, ConfigError (a negative timeout, no attempt, nobody who speaks that protocol).
         """
         if (timeout is not None and not timeout >= 0) or (attempts is not None and attempts < 1):
             raise ConfigError(f"call: need timeout >= 0 seconds and attempts >= 1, got {timeout} and {attempts}")
-        found = self.pool(pool)
+        found = self.pool(pool, protocol)
         ask = self._ask(found, key, ladder, tokens)
         if ask.key is None and not ladder:
             found.shared.signals.keyless += 1
@@ -347,28 +372,45 @@ class Router:
         key: str | None = None,
         tokens: int = 0,
         failures: tuple[type[BaseException], ...] = (OSError,),
+        protocol: str | None = None,
     ) -> RoutedAttempt:
         """One counted attempt for any other client library: `with` or `async with`, then use `.url`.
 
         `failures`: exceptions that are the endpoint's fault; others that leave the block teach nothing about it.
+        `protocol` (`http`, `grpc`): only endpoints that speak it; by default HTTP where a pool has both.
         """
         from gpuroute.routed import RoutedAttempt
 
-        return RoutedAttempt(self, pool, key, tokens, failures)
+        return RoutedAttempt(self, pool, key, tokens, failures, protocol)
 
-    def pool(self, name: str) -> Pool:
-        """The pool of this name. Raises UnknownPool (which lists the names), RouterClosed, RegistryUnavailable."""
-        found = self._pools.get(name)
+    def pool(self, name: str, protocol: str | None = None) -> Pool:
+        """The pool of this name; with a protocol (`http`, `grpc`), the part of it that speaks that.
+
+        Raises UnknownPool (which lists the names), ConfigError (nobody in it speaks that), RouterClosed,
+        RegistryUnavailable.
+        """
+        found = self._pools[protocol].get(name) if protocol in self._pools else None
         if found is not None and self._started and not self._closed:
             return found
         self.start()
-        found = self._pools.get(name)
+        found = self._pools[protocol].get(name) if protocol in self._pools else None
         if found is not None:
             return found
         if not self._ready.is_set():
             raise self._no_view()
-        known = ", ".join(sorted(self._pools)) or "none"
-        raise UnknownPool(f"pool {name!r} is not in the fleet; known pools: {known}")
+        raise self._no_pool(name, protocol)
+
+    def _no_pool(self, name: str, protocol: str | None) -> ConfigError | UnknownPool:
+        if protocol not in self._pools:
+            return ConfigError(f"protocol {protocol!r}: expected one of {', '.join(PROTOCOLS)}")
+        known = ", ".join(sorted(self._parts)) or "none"
+        if name in self._parts:
+            return ConfigError(
+                f"pool {name!r} has no endpoint for HTTP: all of them speak gRPC; call it through gpuroute.grpc.channel, "
+                "or name another pool"
+            )
+        hint = ": give its name, not a URL" if "/" in name else ""
+        return UnknownPool(f"pool {name!r} is not in the fleet{hint}; known pools: {known}")
 
     @property
     def closed(self) -> bool:
@@ -376,8 +418,8 @@ class Router:
         return self._closed
 
     def pools(self) -> tuple[Pool, ...]:
-        """The pools of the present view. Never blocks."""
-        return tuple(self._pools.values())
+        """The pools of the present view; one with endpoints of both protocols is two of that name. Never blocks."""
+        return tuple(pool for part in self._parts.values() for pool in part.values())
 
     def resolve(self, model: str) -> str:
         """The pool that serves a model: the pool of that name, else the only one all of whose endpoints list the model.
@@ -388,7 +430,7 @@ class Router:
         if not self._started or self._closed or not self._ready.is_set():
             self.start()
             self._check_view()
-        pools = {name: pool.spec.endpoints for name, pool in self._pools.items()}
+        pools = {name: pool.spec.endpoints for name, pool in self._pools[None].items()}
         if pools.get(model):
             return model
         listing = {name: sum(_serves(e, model) for e in endpoints) for name, endpoints in pools.items()}
@@ -413,7 +455,7 @@ class Router:
         settings = self.settings
         if settings.disabled:
             return settings.fallback_url
-        found = self._pools.get(pool)
+        found = self._pools[None].get(pool)
         if found is not None and found.spec.config.disabled:
             url = found.spec.config.fallback_url or settings.fallback_url
             if not url:
@@ -439,7 +481,7 @@ class Router:
     def snapshot(self) -> RouterView:
         """What this router knows now: pools, endpoints, load, limits, ages, last errors. Typed and JSON-able."""
         now, fleet = self.clock(), self._fleet
-        for pool in self._pools.values():
+        for pool in self.pools():
             pool.wake(now)
         return RouterView(
             source=self._describe_source(),
@@ -448,15 +490,28 @@ class Router:
             registry_error=self._subscription.error if self._subscription else None,
             problems=fleet.problems if fleet else (),
             version=self.version,
-            pools={name: self._view(pool, now) for name, pool in self._pools.items()},
+            pools={
+                _part_name(name, protocol, part): self._view(name, protocol, now)
+                for name, part in self._parts.items()
+                for protocol in part
+            },
         )
 
-    def _view(self, pool: Pool, now: float) -> PoolView:
-        return replace(describe_pool(pool, now), subset=self._subsets.views.get(pool.name))
+    def _view(self, name: str, protocol: str, now: float) -> PoolView:
+        subset = self._subsets.views.get(_part_name(name, protocol, self._parts[name]))
+        return replace(describe_pool(self._parts[name][protocol], now), subset=subset)
 
-    def explain(self, pool: str, *, key: str | None = None, ladder: Sequence[int] = (), tokens: int = 0) -> Explanation:
+    def explain(
+        self,
+        pool: str,
+        *,
+        key: str | None = None,
+        ladder: Sequence[int] = (),
+        tokens: int = 0,
+        protocol: str | None = None,
+    ) -> Explanation:
         """The candidates, costs, exclusions and winner of a pick that is not done. Raises UnknownPool."""
-        found = self.pool(pool)
+        found = self.pool(pool, protocol)
         ask = self._ask(found, key, ladder, tokens)
         ask.now = self.clock()
         found.wake(ask.now)
@@ -472,7 +527,7 @@ class Router:
         """Start afresh in a forked child, from the last view. Called by `os.register_at_fork`."""
         fleet = self._fleet
         self._arrange()
-        self._pools = {}
+        self._parts = {}
         if fleet is not None and not self._closed:
             self.update(fleet)
         for reference in self._fork_hooks:
@@ -519,8 +574,13 @@ class Router:
         self.close()
 
     def __repr__(self) -> str:
-        pools = {name: len(pool.snapshot.states) for name, pool in self._pools.items()}
+        pools = {name: len(pool.snapshot.states) for name, pool in self._pools[None].items()}
         return f"<Router {type(self._source).__name__} pools={pools} version={self.version}{' closed' * self._closed}>"
+
+
+def _part_name(name: str, protocol: str, parts: Container[str]) -> str:
+    """How one pool, or the gRPC part of a mixed one, is called among others."""
+    return f"{name} ({protocol})" if protocol == GRPC and HTTP in parts else name
 
 
 def _serves(endpoint: Endpoint, model: str) -> bool:

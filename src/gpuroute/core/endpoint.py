@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
+HTTP, GRPC = "http", "grpc"
+PROTOCOLS = (HTTP, GRPC)
+GRPC_SCHEMES = ("grpc://", "grpcs://", "unix:")
+
+
 def no_entries() -> Mapping[str, str]:
     """An empty mapping (a plain dict, so that endpoints can be pickled and copied)."""
     return {}
@@ -60,7 +65,10 @@ class Tls:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Immutable identity of one endpoint. `headers` are secret: their values never appear in `repr` or a dump."""
+    """Immutable identity of one endpoint. `headers` are secret: their values never appear in `repr` or a dump.
+
+    `protocol` is `grpc` for every URL of a gRPC scheme, whatever is given.
+    """
 
     id: str
     url: str
@@ -87,6 +95,8 @@ class Endpoint:
     def __post_init__(self) -> None:
         if type(self.headers) is not HiddenHeaders:
             object.__setattr__(self, "headers", HiddenHeaders(self.headers))
+        if self.url.startswith(GRPC_SCHEMES) and self.protocol != GRPC:
+            object.__setattr__(self, "protocol", GRPC)
 
     @property
     def takes_calls(self) -> bool:

@@ -5,8 +5,10 @@ A whole set makes a missed event harmless and lets the router diff by id, which 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
+
+from gpuroute.core.endpoint import PROTOCOLS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -40,6 +42,17 @@ class PoolSpec:
     name: str
     endpoints: tuple[Endpoint, ...] = ()
     config: PoolConfig = PoolConfig()
+
+
+def by_protocol(spec: PoolSpec) -> dict[str, PoolSpec]:
+    """A pool as what each protocol can use of it; one entry, with the same spec, unless its endpoints differ in that."""
+    spoken = {endpoint.protocol for endpoint in spec.endpoints}
+    if len(spoken) < 2:
+        return dict.fromkeys(spoken, spec)
+    return {
+        protocol: replace(spec, endpoints=tuple(e for e in spec.endpoints if e.protocol == protocol))
+        for protocol in PROTOCOLS
+    }
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,12 +107,13 @@ class Subsets:
         self._known: dict[str, frozenset[str]] = {}
         self._seen: dict[str, frozenset[str]] = {}
 
-    def narrowed(self, spec: PoolSpec, mode: str | int) -> PoolSpec:
-        """The pool as this client sees it; `mode` is "off", "auto" or a number of members.
+    def narrowed(self, spec: PoolSpec, mode: str | int, part: str = "") -> PoolSpec:
+        """The pool as this client sees it; `mode` is "off", "auto" or a number of members, `part` a name of its own for
+        a part of a pool.
 
         Endpoints that take no calls (warming, drained) are in nobody's subset: they would only thin it out.
         """
-        name = spec.name
+        name = part or spec.name
         if mode == "off":
             for memory in (self.views, self._known, self._seen):
                 memory.pop(name, None)

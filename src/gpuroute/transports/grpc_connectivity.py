@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpc import ChannelConnectivity
 
+from gpuroute.core.endpoint import GRPC
 from gpuroute.errors import GpurouteError
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def untried(hub: Hub, peers: Peers) -> Endpoint | None:
     """An endpoint in service that has no channel yet, any of them."""
     known = {peer.endpoint.id for peer in peers}
     try:
-        routable = hub.router.pool(hub.pool).snapshot.routable
+        routable = hub.router.pool(hub.pool, GRPC).snapshot.routable
     except GpurouteError:
         return None
     start = int(hub.router.random() * len(routable))
