@@ -8,9 +8,14 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+# How long an example takes, or its generation, is the machine's business: no property of the code.
+settings.register_profile("gpuroute", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("gpuroute")
 
 
 @pytest.fixture(autouse=True)

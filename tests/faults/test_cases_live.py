@@ -252,7 +252,7 @@ def test_x3_only_hosts_that_list_the_model_are_candidates(gpus: Gpus) -> None:
     )
     with router, httpx2.Client(router) as client:
         assert client.post("http://gpuroute/v1/completions", json=ask() | {"model": "small"}).status_code == 200
-        for wrong in ("SMALL", "smal", "typo", ""):
+        for wrong in ("SMALL", "smal", "typo", "", " small ", "small:lora"):
             with pytest.raises(UnknownPool):
                 client.post("http://gpuroute/v1/completions", json=ask() | {"model": wrong})
     assert (small.state()["received"], large.state()["received"]) == (1, 0)

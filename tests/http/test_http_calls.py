@@ -47,6 +47,9 @@ def test_an_unknown_pool_is_a_clear_error(stubs: Stage, caller: Make) -> None:
     client = caller([a])
     with pytest.raises(gpuroute.UnknownPool, match="'lama' is not in the fleet; known pools: llama"):
         client.post("http://lama/v1/x")
+    for relative in ("/v1/x", "v1/x", "http:///v1/x"):
+        with pytest.raises(gpuroute.UnknownPool, match=r"the URL has no host.* base_url; known pools: llama"):
+            client.post(relative)
     assert a.came == []
 
 

@@ -225,8 +225,7 @@ def test_E6_all_keys_vanish_and_come_back_within_the_grace(config, writer: Write
         assert all(ids(fleet) for fleet in watcher.fleets), "never empty"
         assert not watcher.last.stale
         writer.fill(idents)
-        watcher.until(lambda fleet: not fleet.problems)
-        assert watcher.ids() == idents
+        watcher.until(lambda fleet: not fleet.problems and ids(fleet) == idents)
 
 
 def test_E6_all_keys_vanish_for_good(config, writer: Writer) -> None:

@@ -16,6 +16,7 @@ import pytest
 import trustme
 from stopwatch import Stopwatch
 
+from gpuroute import ConfigError
 from gpuroute.testing import GpuServer, answer, text
 
 if TYPE_CHECKING:
@@ -272,11 +273,11 @@ def test_pipelined_requests_are_answered_in_turn(server: GpuServer) -> None:
 
 
 def test_hanging_up_as_llama_cpp_does() -> None:
-    options = {"keepalive_requests": 2, "keepalive_s": 0.05, "time_scale": 0.0}
-    with GpuServer(**options) as server, httpx2.Client(base_url=server.url) as client:
+    with GpuServer(keepalive_requests=2, time_scale=0.0) as server, httpx2.Client(base_url=server.url) as client:
         for _ in range(4):
             complete(client)
         assert [request.connection for request in server.requests][::2] != [server.requests[0].connection] * 2
+    with GpuServer(keepalive_s=0.05, time_scale=0.0) as server:
         with socket.create_connection(("127.0.0.1", server.port), timeout=5) as raw:
             assert raw.recv(1) == b""  # closed by the server, having said nothing
 
@@ -297,6 +298,31 @@ def test_tls_and_mutual_tls(tmp_path: Path) -> None:
         ca.issue_cert("client.test").configure_cert(context)
         with httpx2.Client(base_url=server.url, verify=context) as client:
             assert complete(client).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "expected"),
+    [
+        ("gpu", "B52", "unknown GPU 'B52'"),
+        ("gpu", None, "unknown GPU"),
+        ("time_scale", -1, "a number from 0"),
+        ("time_scale", float("nan"), "a number from 0"),
+        ("time_scale", "1", "a number from 0"),
+        ("startup_s", -0.1, "a number from 0"),
+        ("slowdown", 0, "a number above 0"),
+        ("port", 70_000, "at most 65535"),
+        ("max_num_seqs", 0, "a whole number from 1"),
+        ("max_queued", -1, "a whole number from 0"),
+        ("stream_interval", True, "a whole number from 1"),
+    ],
+)
+def test_options_that_cannot_be_are_named_before_anything_starts(option: str, value: object, expected: str) -> None:
+    for make in (GpuServer, GpuServer.spawn):
+        with pytest.raises(ConfigError, match=expected) as caught:
+            make(**{option: value})
+        assert str(caught.value).startswith(f"{option}={value!r}: ")
+        with pytest.raises(TypeError, match=r"unknown option 'time_scal' of a GpuServer \(did you mean time_scale\?\)"):
+            make(time_scal=1.0)
 
 
 def test_a_url_prefix(server: GpuServer) -> None:

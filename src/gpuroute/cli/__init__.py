@@ -3,12 +3,14 @@
 Every subcommand is a module of this package with two functions, `add_parser(subparsers)` and `run(args) -> int`.
 Only `gpuroute COMMAND` imports what COMMAND needs, so that help and errors stay quick.
 
-Exit codes: 0 done, 1 the command's own "no", 2 wrong use or a `GpurouteError` (one line on stderr), 130 Ctrl-C.
+Exit codes: 0 done, 1 the command's own "no" or output that cannot be written, 2 wrong use or a `GpurouteError` (one line
+on stderr), 130 Ctrl-C.
 """
 
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import os
 import sys
@@ -31,6 +33,8 @@ COMMANDS = {
     "chaos": "break a fleet on purpose and count what callers notice",
     "bench": "measure what routing costs",
 }
+_OF_STDOUT = {errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
+"""Without a file name these come from writing what a command says."""
 
 
 def duration(text: str) -> float:
@@ -42,17 +46,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; never raises but for `SystemExit` on wrong use."""
     argv = sys.argv[1:] if argv is None else argv
     try:
+        return _told(argv)
+    except OSError as error:
+        if error.filename is not None or error.errno not in _OF_STDOUT:
+            raise
+        # The interpreter must not flush at exit what nobody takes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            return 0  # the reader (`head`, `less`) has what it wanted
+        print(f"gpuroute: standard output: {error.strerror}", file=sys.stderr)
+        return 1
+
+
+def _told(argv: Sequence[str]) -> int:
+    """Run it, and have its output written when it is over, however it ends."""
+    try:
         code = _run(argv)
-        sys.stdout.flush()
     except GpurouteError as error:
         print(f"gpuroute: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        code = 2
     except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:
-        # The reader (`head`, `less`) has what it wanted; the interpreter must not flush into the closed pipe at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        code = 130
+    except SystemExit:  # --help
+        sys.stdout.flush()
+        raise
+    sys.stdout.flush()
     return code
 
 

@@ -75,7 +75,8 @@ def read_prompt(path: str, body: bytes | None) -> Prompt | None:
 def _prompt(request: Json, fields: tuple[str, ...], long_strings: dict[str, bytes]) -> Prompt | None:
     canon = Canon(long_strings)
     options = _options(request)
-    model, salt = _str(request, "model"), _str(request, "cache_salt") + _str(request, "extra_key")
+    model, salt = request.get("model"), _str(request, "cache_salt") + _str(request, "extra_key")
+    model = model if isinstance(model, str) else ""  # as it is: " small " is no name that an engine would know
     adapter = request.get("lora_path") or options.get("adapter_id") or request.get("lora")
     adapter = adapter if isinstance(adapter, str) else _dumps(adapter) if adapter else ""
     canon.text(f"{model}{_FIELD}{adapter}{_FIELD}{salt}")

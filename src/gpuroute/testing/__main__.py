@@ -1,11 +1,13 @@
 """The process that `GpuServer.spawn` starts: `python -m gpuroute.testing '{"gpu": "H100"}'`.
 
-A second argument is the process to die with, told by that process: it may be dead before we can ask for our parent.
+Options are those of `ServerOptions`, as one JSON object. A second argument is the process to die with, told by that
+process: it may be dead before we can ask for our parent.
 Prints one JSON line when it listens, then one for each order read from standard input, whose end ends the process.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import os
@@ -22,8 +24,12 @@ _PARENT_CHECK_S = 0.5
 async def serve(options: ServerOptions, parent: int) -> None:
     """Run until SIGTERM has drained it or the parent is gone."""
     loop = asyncio.get_running_loop()
-    host = Host(options, die=_die)
-    await host.listen()
+    try:
+        host = Host(options, die=_die)
+        await host.listen()
+    except OSError as error:  # the port is taken, a certificate cannot be read
+        _say({"error": str(error)})
+        os._exit(1)
     stop = asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, _drain, host, stop)
     _say({"url": host.url, "port": host.port, "pid": os.getpid()})
@@ -73,9 +79,23 @@ def _say(message: dict[str, Any]) -> None:
 
 def main() -> None:
     """Entry point."""
+    text = "A stand-in GPU server. Ends with its standard input, or with its parent."
+    parser = argparse.ArgumentParser(prog="python -m gpuroute.testing", description=text)
+    parser.add_argument("options", type=_options, help='ServerOptions as JSON, such as \'{"gpu": "H100", "port": 8000}\'')
+    parser.add_argument("parent", type=int, nargs="?", default=os.getppid(), help="process to end with")
+    args = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, whose end is ours
-    parent = int(sys.argv[2]) if len(sys.argv) > 2 else os.getppid()
-    asyncio.run(serve(ServerOptions(**json.loads(sys.argv[1])), parent))
+    asyncio.run(serve(args.options, args.parent))
+
+
+def _options(text: str) -> ServerOptions:
+    try:
+        given = json.loads(text)
+        if not isinstance(given, dict):
+            raise ValueError("not a JSON object")
+        return ServerOptions.of(given)
+    except (TypeError, ValueError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 if __name__ == "__main__":

@@ -45,10 +45,13 @@ class GpuProcess(Controls):
         self._finalizer = weakref.finalize(self, _reap, self._process)
 
     def ready(self) -> Self:
-        """Wait until it listens. Raises ConnectionError if it died, TimeoutError after 20 s."""
+        """Wait until it listens. Raises ConnectionError if it could not or died, TimeoutError after 20 s."""
         with self._lock:
             if self._ready is None:
-                self._ready = self._read_line(_START_S)
+                told = self._read_line(_START_S)
+                if "error" in told:
+                    raise ConnectionError(f"stand-in process {self.pid} did not start: {told['error']}")
+                self._ready = told
         return self
 
     @property

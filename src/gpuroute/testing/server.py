@@ -29,7 +29,7 @@ class GpuServer(Controls):
     """
 
     def __init__(self, *, ssl_context: ssl.SSLContext | None = None, **options: Any) -> None:
-        self.options = ServerOptions(**options)
+        self.options = ServerOptions.of(options)
         self._ssl = ssl_context
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -38,10 +38,13 @@ class GpuServer(Controls):
 
     @classmethod
     def spawn(cls, *, wait: bool = True, **options: Any) -> GpuProcess:
-        """Start one as a process; with `wait=False` it starts while others do, until its `url` is asked for."""
+        """Start one as a process; with `wait=False` it starts while others do, until its `url` is asked for.
+
+        Raises TypeError or ConfigError for options that cannot be, ConnectionError if it could not start (port taken).
+        """
         from .process import GpuProcess
 
-        process = GpuProcess(ServerOptions(**options))
+        process = GpuProcess(ServerOptions.of(options))
         if wait:
             process.ready()
         return process

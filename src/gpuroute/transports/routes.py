@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import unquote
 
 from gpuroute.core.call import Call
-from gpuroute.core.endpoint import Endpoint
+from gpuroute.core.endpoint import HTTP, Endpoint
 from gpuroute.core.fleet import PoolSpec
 from gpuroute.core.outcome import Outcome
 from gpuroute.core.pool import Pool, PoolRules
@@ -44,6 +44,9 @@ if TYPE_CHECKING:
     from gpuroute.transports.wires import SocketOption
 
 ANY_POOL = "gpuroute"
+_NO_HOST = (
+    "the URL has no host, so it names no pool: use http://POOL/path, or a client with a base_url; known pools: {known}"
+)
 LARGE_BODY = 128 * 1024
 """Bodies above this are read for their prompt off the event loop: json takes 2.5 ms for a MiB."""
 
@@ -155,12 +158,17 @@ class Routes:
         if route.name == ANY_POOL:
             route.name = self.router.resolve(self._model(route))
         try:
-            route.pool = self.router.pool(route.name)
+            route.pool = self.router.pool(route.name, HTTP)
         except UnknownPool:
             if self._passthrough:
                 return False
+            if not route.name:
+                raise UnknownPool(_NO_HOST.format(known=self._known())) from None
             raise
         return True
+
+    def _known(self) -> str:
+        return ", ".join(sorted(self.router.snapshot().pools)) or "none"
 
     def _is_pool(self, name: str) -> bool:
         """Whether a host is meant as a pool, for a kill switch that must not carry foreign calls to the fallback."""
@@ -175,8 +183,9 @@ class Routes:
     def _model(self, route: Route) -> str:
         model = route.prompt.model if route.prompt is not None else model_of(route.out.body)
         if not model:
-            known = ", ".join(sorted(self.router.snapshot().pools)) or "none"
-            raise UnknownPool(f"host {ANY_POOL!r}: the body names no model to find a pool by; known pools: {known}")
+            raise UnknownPool(
+                f"host {ANY_POOL!r}: the body names no model to find a pool by; known pools: {self._known()}"
+            )
         return model
 
     def _needs_prompt(self, route: Route) -> bool:
@@ -209,6 +218,7 @@ class Routes:
             timeout=options.timeout,
             attempts=1 if route.pin else options.attempts,
             replayable=route.out.body.replayable,
+            protocol=HTTP,
         )
         rules = route.call.hedging
         hedge, reroute = options.hedge, options.reroute
