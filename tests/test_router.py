@@ -281,7 +281,7 @@ def test_an_unknown_pool_lists_the_known_ones() -> None:
     with pytest.raises(
         UnknownPool, match=r"pool 'http://llm' is not in the fleet: give its name, not a URL; known pools: llm"
     ):
-        router.call("http://llm")
+        make().call("http://llm")
     with pytest.raises(UnknownPool, match="pool 'lm' is not in the fleet; known pools: llm"):
         make().call("lm")
 
