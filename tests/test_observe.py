@@ -64,6 +64,9 @@ class FakeRouter:
     def snapshot(self) -> RouterView:
         return RouterView("test", False, 2.5, None, (), 1, {"llama": describe_pool(self.pool, 0.0)})
 
+    def pools(self) -> tuple[Pool, ...]:
+        return (self.pool,)
+
 
 class Recorded:
     """An observer over an SDK of its own."""
@@ -185,6 +188,41 @@ def test_gauges_read_the_routers_that_live() -> None:
     assert recorded.points("gpuroute.endpoint.in_flight") == []
 
 
+def test_counters_read_what_the_core_counts_over_all_routers() -> None:
+    recorded = Recorded()
+    pools = [make_pool(3), make_pool(3)]
+    routers = [FakeRouter(pool) for pool in pools]
+    for router in routers:
+        watch(router)
+    for pool in pools:
+        state, other = pool.snapshot.states[:2]
+        attempts = [state.acquire(0.0) for _ in range(6)]
+        for attempt in attempts[:5]:
+            attempt.finish(Outcome.FAILED, 1.0)  # open
+        state.tick(1_000.0)  # half open
+        state.acquire(1_000.0).finish(Outcome.SUCCESS, 1_001.0)  # closed
+        other.pause(5.0)
+        other.pause(4.0)  # no later than it was
+        pool.outliers.eject(other, pool.snapshot.states, pool.shared, 1.0, 10.0)
+        pool.outliers.eject(pool.snapshot.states[2], pool.snapshot.states, pool.shared, 1.0, 10.0)  # forbidden by the cap
+        pool.stalled(attempts[5], 9.0)
+        pool.shared.signals.hedges += 3
+        pool.shared.signals.hedges_denied += 2
+
+    def counted(name: str, attribute: str = "") -> dict[Any, int]:
+        points = recorded.points(f"gpuroute.{name}")
+        assert {point.attributes["gpuroute.pool"] for point in points} == {"llama"}
+        return {point.attributes.get(attribute): point.value for point in points}
+
+    assert counted("breaker.changes", "gpuroute.breaker") == {"open": 2, "half_open": 2, "closed": 2}
+    assert counted("ejections", "gpuroute.enforced") == {True: 2, False: 2}
+    assert counted("denied", "gpuroute.attempt.kind") == {"retry": 0, "hedge": 4}
+    assert [counted(name) for name in ("pauses", "stalls", "hedges")] == [{None: 2}, {None: 2}, {None: 6}]
+    for name in ("retries", "reroutes", "continuations"):
+        assert counted(name) == {None: 0}
+    assert recorded.recordings() == 0
+
+
 def test_c4_telemetry_and_logs_hold_no_credentials(caplog: pytest.LogCaptureFixture) -> None:
     recorded = Recorded()
     pool = make_pool()
@@ -280,7 +318,8 @@ def test_a_real_call_is_measured_and_its_trace_goes_on() -> None:
     assert seen["parent"]
     assert seen["sent"]
     documented = (Path(__file__).parent.parent / "docs" / "observability.md").read_text()
-    assert seen["names"] == sorted(re.findall(r"^\| `(gpuroute\.[a-z_.]+)`", documented, re.MULTILINE))
+    rows = re.findall(r"^\| (`gpuroute\.[^|]+)\|", documented, re.MULTILINE)
+    assert seen["names"] == sorted(name for row in rows for name in re.findall(r"`(gpuroute\.[a-z_.]+)`", row))
 
 
 SILENT = """

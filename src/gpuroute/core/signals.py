@@ -21,6 +21,8 @@ class Signals:
     deadlines: int = 0
     pauses: int = 0
     breaker_opened: int = 0
+    breaker_half_opened: int = 0
+    breaker_closed: int = 0
     ejections: int = 0
     ejections_unenforced: int = 0
     stalls: int = 0

@@ -120,6 +120,7 @@ class EndpointState:
             for name in [name for name, until in self.until.items() if now >= until]:
                 if name == BREAKER:
                     self.breaker.tick(now)
+                    self.pool.signals.breaker_half_opened += self.breaker.state is BreakerState.HALF_OPEN
                     self._set_cap(BREAKER, self.breaker.cap(self.in_flight))
                 else:
                     self._set_cap(name, INF)
@@ -195,6 +196,7 @@ class EndpointState:
                 was = self.breaker.state
                 self.breaker.succeeded(attempt, now)
                 if was is not BreakerState.CLOSED and self.breaker.state is BreakerState.CLOSED:
+                    self.pool.signals.breaker_closed += 1
                     start_ramp(self, now)
                 self.troubled = self.breaker.troubled
             self._follow_breaker()

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from gpuroute.core.attempt import Attempt
     from gpuroute.core.call import Call
     from gpuroute.core.describe import RouterView
+    from gpuroute.core.pool import Pool
 
 __all__ = ["Observer", "observer", "watch", "watched"]
 
@@ -49,10 +50,13 @@ class Observer:
 
 
 class Watched(Protocol):
-    """What the gauges read: a Router."""
+    """What gauges and counters read: a Router."""
 
     def snapshot(self) -> RouterView:
         """The router's state now."""
+
+    def pools(self) -> tuple[Pool, ...]:
+        """Its pools, for their counters."""
 
 
 LOOK_EVERY_S = 1.0

@@ -1,9 +1,9 @@
 """OpenTelemetry: metrics `gpuroute.*`, and one CLIENT span per attempt whose trace headers the endpoint receives.
 
 A recording costs 4 to 8 us with the SDK, so a call makes at most three: its duration, that of the attempt which ended
-it, and the time to its first byte. What can be counted in plain numbers (in-flight, states, retries) is read by
-observable instruments when the exporter asks. Names and units: docs/observability.md; attribute names of the semantic
-conventions are copied, because their package is beta.
+it, and the time to its first byte. What the core counts in plain numbers anyway (retries, hedges, ejections) and what is
+a state (in-flight, breakers) is read by observable instruments when the exporter asks, and costs a call nothing. Names
+and units: docs/observability.md; attribute names of the semantic conventions are copied, because their package is beta.
 """
 
 from __future__ import annotations
@@ -27,9 +27,41 @@ if TYPE_CHECKING:
 NAME = "gpuroute"
 BOUNDARIES = tuple(0.01 * 2**n for n in range(14))  # 10 ms to 82 s: as the GenAI conventions advise for first chunks
 MAX_ATTRIBUTE_SETS = 10_000
+Attributes = dict[str, str | int]
+
+COUNTERS: tuple[tuple[str, str, str, dict[str, Attributes]], ...] = (
+    ("retries", "{attempt}", "Attempts after the first of a call", {"retries": {}}),
+    ("hedges", "{attempt}", "Attempts beside one whose first byte was late", {"hedges": {}}),
+    ("reroutes", "{attempt}", "Attempts beside one that still queued", {"reroutes": {}}),
+    ("continuations", "{attempt}", "Attempts that go on with a stream which broke", {"continuations": {}}),
+    (
+        "denied",
+        "{attempt}",
+        "Attempts that were due, and for which no budget was left",
+        {"retries_denied": {"gpuroute.attempt.kind": "retry"}, "hedges_denied": {"gpuroute.attempt.kind": "hedge"}},
+    ),
+    ("stalls", "{attempt}", "Attempts that were silent for longer than is normal", {"stalls": {}}),
+    (
+        "ejections",
+        "{ejection}",
+        "Endpoints taken out as outliers, and those that the cap kept in",
+        {"ejections": {"gpuroute.enforced": True}, "ejections_unenforced": {"gpuroute.enforced": False}},
+    ),
+    (
+        "breaker.changes",
+        "{change}",
+        "Breakers that went into a state",
+        {
+            "breaker_opened": {"gpuroute.breaker": "open"},
+            "breaker_half_opened": {"gpuroute.breaker": "half_open"},
+            "breaker_closed": {"gpuroute.breaker": "closed"},
+        },
+    ),
+    ("pauses", "{pause}", "Pauses that endpoints asked for", {"pauses": {}}),
+)
+"""Name, unit, description, and which signals of the core are counted, each with its attributes."""
 
 _troubles = RateLimit(60.0)
-Attributes = dict[str, str | int]
 
 
 def installed() -> Observer | None:
@@ -171,7 +203,8 @@ def _observe_routers(meter: metrics.Meter) -> None:
     meter.create_observable_gauge("gpuroute.endpoint.in_flight", [_in_flight], "{attempt}", "Live attempts")
     meter.create_observable_gauge("gpuroute.endpoint.state", [_states], "1", "1 for the state each endpoint is in")
     meter.create_observable_gauge("gpuroute.registry.age", [_ages], "s", "Age of the last good view of the registry")
-    meter.create_observable_counter("gpuroute.retries", [_retries], "{attempt}", "Attempts after the first of a call")
+    for name, unit, description, signals in COUNTERS:
+        meter.create_observable_counter(f"{NAME}.{name}", [_counter(signals)], unit, description)
 
 
 def _sums(count: Callable[[PoolView], Iterable[tuple[Attributes, int]]]) -> list[metrics.Observation]:
@@ -200,8 +233,19 @@ def _state(view: EndpointView) -> str:
     return view.state if view.breaker == "closed" else f"breaker_{view.breaker}"
 
 
-def _retries(_: metrics.CallbackOptions) -> Iterable[metrics.Observation]:
-    return _sums(lambda pool: [({}, pool.signals["retries"])])
+def _counter(signals: dict[str, Attributes]) -> Callable[[metrics.CallbackOptions], list[metrics.Observation]]:
+    """What reads these signals: one row per pool and attributes, added up over the routers of this process."""
+
+    def read(_: metrics.CallbackOptions) -> list[metrics.Observation]:
+        sums: dict[tuple[str, str], int] = {}
+        for pool in (pool for router in watched() for pool in router.pools()):
+            for name in signals:
+                sums[pool.name, name] = sums.get((pool.name, name), 0) + getattr(pool.shared.signals, name)
+        return [
+            metrics.Observation(count, {"gpuroute.pool": pool, **signals[name]}) for (pool, name), count in sums.items()
+        ]
+
+    return read
 
 
 def _ages(_: metrics.CallbackOptions) -> Iterable[metrics.Observation]:
