@@ -24,6 +24,8 @@ PATIENCE = 3.0  # a take waits for its tell that many times as long as its work 
 PROGRESS = 0.9  # of the prompt under way, at most: what was not told is not done
 OVERTAKEN_S = 1.0  # more than messages overtake each other on the way
 MAX_ASKS = 20_000
+FOLLOWED = 4
+"""While the engine itself says what it forgets, our own count of what fits is only a bound of memory: that many times."""
 
 
 class Sample(NamedTuple):
@@ -42,16 +44,22 @@ class Take(NamedTuple):
     at: float
     uncached: int
     ahead: int
+    hashes: Sequence[int] = ()
 
 
 class Prefixes:
-    """The prefixes that the engine probably has in its cache: an LRU of ladder hashes, bounded by tokens."""
+    """The prefixes that the engine probably has in its cache: an LRU of ladder hashes.
 
-    __slots__ = ("_held", "_tokens", "capacity")
+    Bounded by tokens; or, while `followed`, by what the engine's own events say has left (`forget_before`).
+    """
+
+    __slots__ = ("_held", "_tokens", "_used", "capacity", "followed")
 
     def __init__(self, capacity_tokens: int) -> None:
         self.capacity = capacity_tokens
+        self.followed = False
         self._held: OrderedDict[int, int] = OrderedDict()
+        self._used: dict[int, float] = {}
         self._tokens = 0
 
     def matched(self, hashes: Sequence[int]) -> int:
@@ -61,7 +69,7 @@ class Prefixes:
                 return DEPTHS[index] * BLOCK_TOKENS
         return 0
 
-    def add(self, hashes: Sequence[int], tokens: int) -> None:
+    def add(self, hashes: Sequence[int], tokens: int, now: float = 0.0) -> None:
         """A prompt of that many tokens with these hashes is being computed; its rungs become the newest."""
         before = 0
         for hash_, depth in zip(hashes, DEPTHS, strict=False):
@@ -69,13 +77,33 @@ class Prefixes:
             reach = max(tokens, depth * BLOCK_TOKENS) if last else depth * BLOCK_TOKENS
             self._tokens += reach - before - self._held.pop(hash_, 0)
             self._held[hash_] = reach - before
+            self._used[hash_] = now
             before = reach
-        while self._tokens > self.capacity and self._held:
-            self._tokens -= self._held.popitem(last=False)[1]
+        limit = self.capacity * (FOLLOWED if self.followed else 1)
+        while self._tokens > limit and self._held:
+            self._forget_oldest()
+
+    def touch(self, hashes: Sequence[int], now: float) -> None:
+        """A prompt with these hashes was still in use then."""
+        for hash_ in hashes:
+            if hash_ in self._held:
+                self._held.move_to_end(hash_)
+                self._used[hash_] = now
+
+    def forget_before(self, moment: float) -> None:
+        """What was last used before that is gone."""
+        while self._held and self._used[next(iter(self._held))] < moment:
+            self._forget_oldest()
+
+    def _forget_oldest(self) -> None:
+        hash_, tokens = self._held.popitem(last=False)
+        del self._used[hash_]
+        self._tokens -= tokens
 
     def clear(self) -> None:
         """The engine restarted: its cache is empty."""
         self._held.clear()
+        self._used.clear()
         self._tokens = 0
 
     def __len__(self) -> int:
@@ -113,13 +141,14 @@ class Book:
         if id_ in self._takes:
             return
         ask = self._asks.pop(id_, None)
-        if ask is not None and ask[1]:
-            self.prefixes.add(ask[1], tokens)
+        hashes = ask[1] if ask is not None else ()
+        if hashes:
+            self.prefixes.add(hashes, tokens, now)
         self.mean_tokens += (uncached - self.mean_tokens) * (0.02 if self.mean_tokens else 1.0)
         ahead = self.queued_tokens(now)
         if not self._takes:
             self._head_since = now
-        self._takes[id_] = Take(now, uncached, ahead)
+        self._takes[id_] = Take(now, uncached, ahead, hashes)
         self._untold += uncached
 
     def tell(self, id_: int, ttft: float, cached: int | None, now: float) -> None:  # noqa: ARG002
@@ -127,8 +156,11 @@ class Book:
         take = self._takes.get(id_)
         if take is None:
             return
+        if self.prefixes.followed and take.hashes:
+            self.prefixes.touch(take.hashes, now)
         if ttft > 0 and take.uncached > 0 and now > self._head_since and next(iter(self._takes)) == id_:
-            self.rate.learn((now - self._head_since) / take.uncached, min(1.0, take.uncached / TELLING_TOKENS))
+            log = math.log((now - self._head_since) / take.uncached)
+            self.rate.learn(log, min(1.0, take.uncached / TELLING_TOKENS))
         self._drop(id_, now)
         # Engines work in order of arrival: who came a second before this one is through, only its tell was lost.
         while self._takes and next(iter(self._takes.values())).at < take.at - OVERTAKEN_S:
