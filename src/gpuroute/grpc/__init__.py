@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from gpuroute.engines.messages import read_message
-from gpuroute.transports.grpc_hub import options
+from gpuroute.transports.grpc_options import options
 from gpuroute.transports.grpc_sync import RoutedChannel
 
 if TYPE_CHECKING:

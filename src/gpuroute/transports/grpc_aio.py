@@ -25,7 +25,9 @@ from gpuroute.transports.grpc_aio_flight import Requests
 from gpuroute.transports.grpc_connectivity import READY, aggregate, untried
 from gpuroute.transports.grpc_errors import SERIALIZING, aio_ended
 from gpuroute.transports.grpc_hub import Hub
+from gpuroute.transports.grpc_method import Makers, Multicallable
 from gpuroute.transports.grpc_peers import Dialer, Peers, channel_options
+from gpuroute.transports.grpc_rpc import Rpc
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from gpuroute.router import Router
+    from gpuroute.transports.asking import Asker
     from gpuroute.transports.grpc_aio_flight import Flight
     from gpuroute.transports.grpc_hub import ReadPrompt
     from gpuroute.transports.grpc_peers import Options
@@ -42,7 +45,7 @@ CLOSED = "Channel is closed."  # grpcio's own words
 _POLL = 0.05  # seconds between looks at a pool that has no channel yet
 
 
-class RoutedAioChannel(grpc.aio.Channel):
+class RoutedAioChannel(Makers, grpc.aio.Channel):
     """A channel whose every RPC is routed. Made anywhere, used in any event loop; opens nothing before its first call."""
 
     def __init__(
@@ -79,45 +82,8 @@ class RoutedAioChannel(grpc.aio.Channel):
             found = self._peers_by_loop[loop] = Peers(self._dial, _leave, self._idle)
         return found
 
-    def unary_unary(
-        self,
-        method: str,
-        request_serializer: Callable[[Any], bytes] | None = None,
-        response_deserializer: Callable[[bytes], Any] | None = None,
-        _registered_method: bool | None = False,
-    ) -> UnaryUnary:
-        """A multicallable for one method."""
-        return UnaryUnary(self, "unary_unary", method, request_serializer, response_deserializer, _registered_method)
-
-    def unary_stream(
-        self,
-        method: str,
-        request_serializer: Callable[[Any], bytes] | None = None,
-        response_deserializer: Callable[[bytes], Any] | None = None,
-        _registered_method: bool | None = False,
-    ) -> UnaryStream:
-        """A multicallable for one method."""
-        return UnaryStream(self, "unary_stream", method, request_serializer, response_deserializer, _registered_method)
-
-    def stream_unary(
-        self,
-        method: str,
-        request_serializer: Callable[[Any], bytes] | None = None,
-        response_deserializer: Callable[[bytes], Any] | None = None,
-        _registered_method: bool | None = False,
-    ) -> StreamUnary:
-        """A multicallable for one method."""
-        return StreamUnary(self, "stream_unary", method, request_serializer, response_deserializer, _registered_method)
-
-    def stream_stream(
-        self,
-        method: str,
-        request_serializer: Callable[[Any], bytes] | None = None,
-        response_deserializer: Callable[[bytes], Any] | None = None,
-        _registered_method: bool | None = False,
-    ) -> StreamStream:
-        """A multicallable for one method."""
-        return StreamStream(self, "stream_stream", method, request_serializer, response_deserializer, _registered_method)
+    def _make(self, kind: str, *method: Any) -> Any:
+        return _KINDS[kind](self, self._hub, kind, *method, not self._intercepted)
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
         """READY if any endpoint's channel is (in this loop); `try_to_connect` opens one if none is on its way."""
@@ -153,7 +119,7 @@ class RoutedAioChannel(grpc.aio.Channel):
 
     async def close(self, grace: float | None = None) -> None:
         """Refuse new calls, and end running ones after `grace` seconds. Idempotent."""
-        self._hub.closed = True
+        self._hub.close()
         peers = self.peers(asyncio.get_running_loop()).close()
         await asyncio.gather(*(peer.channel.close(grace) for peer in peers))
 
@@ -176,27 +142,12 @@ def _leave(channel: object) -> None:
     """Nothing to do: a channel closes itself when its last reference goes, and its `close()` would want awaiting."""
 
 
-class _Method:
-    """One method of one kind: how its requests become bytes, and where its multicallables are found."""
+class _Method(Multicallable):
+    """What the four kinds have in common."""
 
-    def __init__(
-        self,
-        channel: RoutedAioChannel,
-        kind: str,
-        method: str,
-        serializer: Callable[[Any], bytes] | None,
-        deserializer: Callable[[bytes], Any] | None,
-        registered: bool | None,
-    ) -> None:
+    def __init__(self, channel: RoutedAioChannel, *what: Any) -> None:
+        super().__init__(*what)
         self._channel = channel
-        self._hub = channel._hub  # noqa: SLF001  (one class in two parts)
-        self._method = method
-        self._one = kind.startswith("unary")
-        self._streaming = kind != "unary_unary"
-        # A single request is serialized here, once for all attempts; interceptors expect to see the message itself.
-        self._early = self._one and not channel._intercepted  # noqa: SLF001
-        self._serializer = serializer
-        self._key = kind, method, None if self._early else serializer, deserializer, registered
 
     def _fly(
         self,
@@ -212,35 +163,45 @@ class _Method:
         hub, loop = self._hub, asyncio.get_running_loop()
         if hub.closed:
             raise grpc.aio.UsageError(CLOSED)
-        requests = None if self._one or request is None else Requests(request)
         body = self._serialized(request) if self._early else request
-        call = kind(loop, self._key, body, requests, credentials, compression)
-        if hub.version < 0 and hub.waits:
+        requests = None if self._one or request is None else Requests(request)
+        call = kind(loop, self._method, body, requests, credentials, compression)
+        if hub.known == hub.router.version:
+            self._begin(call.flight, timeout, metadata, patient)
+        elif hub.version < 0 and hub.waits:
             flight = call.flight
             flight.until = None if timeout is None else hub.clock() + timeout
             flight.launch_later(self._begin_later(flight, timeout, metadata, patient))
         else:
-            self._begin(call.flight, timeout, metadata, patient)
+            self._look(call.flight, timeout, metadata, patient)
         return call
 
-    def _begin(self, flight: Flight, timeout: float | None, metadata: Any, patient: bool | None) -> None:
-        hub, peers = self._hub, self._channel.peers(flight.loop)
+    def _look(self, flight: Flight, timeout: float | None, metadata: Any, patient: bool | None) -> None:
+        """Begin a call after a look at the pool, which may say that it is not to be routed."""
+        hub = self._hub
         if hub.version != hub.router.version:
             hub.look()
-        if hub.leaves:
-            plain = hub.unrouted(peers, metadata)
-            if plain is not None:
-                flight.adopt(self._send_unrouted(flight, plain, timeout, patient))
-                return
-        data = flight.body if self._early else self._serialized(flight.body) if self._one else None
-        flight.rpc = rpc = hub.begin(peers, self._method, data, timeout, metadata, patient, self._streaming)
-        flight.launch()
-        if self._one and self._streaming and rpc.call.pool.rules.watchdog.enabled:
+        plain = hub.unrouted(self._channel.peers(flight.loop), metadata) if hub.leaves else None
+        if plain is not None:
+            flight.adopt(self._send_unrouted(flight, plain, timeout, patient))
+        else:
+            self._begin(flight, timeout, metadata, patient)
+
+    def _begin(self, flight: Flight, timeout: float | None, metadata: Any, patient: bool | None) -> None:
+        hub, streaming = self._hub, self._streaming
+        data = (flight.body if self._early else self._serialized(flight.body)) if self._one else None
+        peers = self._channel.peers(flight.loop)
+        flight.rpc = rpc = Rpc(hub, peers, self._name, data, timeout, metadata, patient, streaming)
+        if hub.asker is not None and hub.asker.worth_asking(rpc.call):
+            flight.launch_later(_ask(flight, rpc, hub.asker))
+        else:
+            flight.launch()
+        if streaming and self._one and rpc.call.pool.rules.watchdog.enabled:
             flight.watch()
 
     def _send_unrouted(self, flight: Flight, plain: tuple[Any, Any], timeout: float | None, patient: bool | None) -> Any:
         peer, metadata = plain
-        return peer.bind(self._key)(
+        return peer.bind(self._method)(
             flight.body if flight.requests is None else flight.requests.view(),
             timeout=timeout,
             metadata=metadata,
@@ -254,7 +215,7 @@ class _Method:
         try:
             timeout = await self._hub.await_view(timeout)
             if not flight.over:
-                self._begin(flight, timeout, metadata, patient)
+                self._look(flight, timeout, metadata, patient)
         except Exception as error:
             flight.end(aio_ended(error) if isinstance(error, RegistryUnavailable) else error)
 
@@ -266,6 +227,12 @@ class _Method:
         except Exception:
             _LOGGER.exception(SERIALIZING)
             raise
+
+
+async def _ask(flight: Flight, rpc: Rpc, asker: Asker) -> None:
+    """Launch a call when those that could take it have said how busy they are."""
+    rpc.asked = await asker.ask_async(rpc.call)
+    flight.launch()
 
 
 class UnaryUnary(_Method, grpc.aio.UnaryUnaryMultiCallable):  # type: ignore[type-arg]
@@ -282,8 +249,7 @@ class UnaryUnary(_Method, grpc.aio.UnaryUnaryMultiCallable):  # type: ignore[typ
         compression: grpc.Compression | None = None,
     ) -> Any:
         """The call: await it for the response. Raises grpc.aio.AioRpcError."""
-        how = timeout, metadata, credentials, wait_for_ready, compression
-        return self._fly(RoutedUnaryUnaryCall, request, *how)
+        return self._fly(RoutedUnaryUnaryCall, request, timeout, metadata, credentials, wait_for_ready, compression)
 
 
 class UnaryStream(_Method, grpc.aio.UnaryStreamMultiCallable):  # type: ignore[type-arg]
@@ -300,8 +266,7 @@ class UnaryStream(_Method, grpc.aio.UnaryStreamMultiCallable):  # type: ignore[t
         compression: grpc.Compression | None = None,
     ) -> Any:
         """The call: iterate over it, or `read`."""
-        how = timeout, metadata, credentials, wait_for_ready, compression
-        return self._fly(RoutedUnaryStreamCall, request, *how)
+        return self._fly(RoutedUnaryStreamCall, request, timeout, metadata, credentials, wait_for_ready, compression)
 
 
 class StreamUnary(_Method, grpc.aio.StreamUnaryMultiCallable):  # type: ignore[type-arg]
@@ -317,8 +282,9 @@ class StreamUnary(_Method, grpc.aio.StreamUnaryMultiCallable):  # type: ignore[t
         compression: grpc.Compression | None = None,
     ) -> Any:
         """The call: `write` to it unless an iterator was given, then await it."""
-        how = timeout, metadata, credentials, wait_for_ready, compression
-        return self._fly(RoutedStreamUnaryCall, request_iterator, *how)
+        return self._fly(
+            RoutedStreamUnaryCall, request_iterator, timeout, metadata, credentials, wait_for_ready, compression
+        )
 
 
 class StreamStream(_Method, grpc.aio.StreamStreamMultiCallable):  # type: ignore[type-arg]
@@ -334,5 +300,14 @@ class StreamStream(_Method, grpc.aio.StreamStreamMultiCallable):  # type: ignore
         compression: grpc.Compression | None = None,
     ) -> Any:
         """The call: `write` to it unless an iterator was given; iterate over it, or `read`."""
-        how = timeout, metadata, credentials, wait_for_ready, compression
-        return self._fly(RoutedStreamStreamCall, request_iterator, *how)
+        return self._fly(
+            RoutedStreamStreamCall, request_iterator, timeout, metadata, credentials, wait_for_ready, compression
+        )
+
+
+_KINDS: dict[str, type[_Method]] = {
+    "unary_unary": UnaryUnary,
+    "unary_stream": UnaryStream,
+    "stream_unary": StreamUnary,
+    "stream_stream": StreamStream,
+}

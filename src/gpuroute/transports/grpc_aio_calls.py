@@ -140,17 +140,16 @@ class _Answered(Flight, _Routed):
         return self
 
     def __await__(self) -> Generator[Any, None, Any]:
-        return self._answer().__await__()
-
-    async def _answer(self) -> Any:
         while True:
+            inner = self.inner
             try:
-                inner = self.inner or await self.current()
+                if inner is None:
+                    inner = yield from self.current().__await__()
             except asyncio.CancelledError:
                 self.give_up()
                 raise
             try:
-                return await inner
+                return (yield from inner.__await__())
             except AioRpcError as error:
                 if self.last(inner, error):
                     raise

@@ -21,6 +21,7 @@ from gpuroute.transports.grpc_watch import LOOK_EVERY_S
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine
 
+    from gpuroute.transports.grpc_method import Method
     from gpuroute.transports.grpc_peers import Peer
     from gpuroute.transports.grpc_rpc import Rpc
 
@@ -34,6 +35,12 @@ def at_once(coroutine: Coroutine[Any, Any, Any]) -> Any:
     coroutine.close()
     msg = "the call has not ended"
     raise RuntimeError(msg)
+
+
+def _is_ok(inner: Any) -> bool:
+    """True if a call that has ended did so with OK. grpcio tells that to who awaits it; this asks below, where it can."""
+    below = getattr(inner, "_cython_call", None)
+    return at_once(inner.code()) is StatusCode.OK if below is None else below.is_ok()
 
 
 class Requests:
@@ -75,21 +82,27 @@ class Flight:
     `twin` is a second attempt beside the present one, for unary calls that may hedge.
     """
 
-    __slots__ = ("_callbacks", "_cancelled", "_changed", "_timer", "body", "compression", "credentials", "error", "inner",
-                 "key", "loop", "messages", "over", "reading_since", "requests", "rpc", "twin", "until",
-                 "wrote")  # fmt: skip
+    # What few calls need is looked up in the class until it is set.
+    wrote = False
+    messages = 0
+    until: float | None = None  # the deadline of a call that waits for the first view of the fleet
+    reading_since: float | None = None
+    error: BaseException | None = None  # the end, where there is no inner call to tell it
+    _changed: asyncio.Event | None = None
+    _callbacks: list[Callable[[], None]] | None = None
+    _timer: asyncio.TimerHandle | asyncio.Task[None] | None = None
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        key: tuple[Any, ...],
+        method: Method,
         body: Any,
         requests: Requests | None,
         credentials: Any,
         compression: Any,
     ) -> None:
         self.loop = loop
-        self.key = key
+        self.method = method
         self.body = body
         self.requests = requests
         self.credentials = credentials
@@ -97,14 +110,7 @@ class Flight:
         self.rpc: Rpc | None = None
         self.inner: Any = None
         self.twin: tuple[Any, Rpc] | None = None
-        self.over = self.wrote = self._cancelled = False
-        self.messages = 0
-        self.until: float | None = None  # the deadline of a call that waits for the first view of the fleet
-        self.reading_since: float | None = None
-        self._changed: asyncio.Event | None = None
-        self._callbacks: list[Callable[[], None]] | None = None
-        self._timer: asyncio.TimerHandle | asyncio.Task[None] | None = None
-        self.error: BaseException | None = None  # the end, where there is no inner call to tell it
+        self.over = self._cancelled = self._awaited = False
 
     def launch(self) -> None:
         """Begin the next attempt, now or when its delay has passed."""
@@ -126,15 +132,18 @@ class Flight:
             rpc.cancelled()
             self.end(error)
             return
-        self.adopt(inner)
+        self.inner = inner
+        if self._awaited:
+            self._wake()
+        inner.add_done_callback(self.settle)
         if rpc.races:
             self._hedge_later(inner, rpc)
 
     def _send(self, peer: Peer, rpc: Rpc) -> Any:
-        return peer.bind(self.key)(
+        return peer.bind(self.method)(
             self.body if self.requests is None else self.requests.view(),
             timeout=rpc.left,
-            metadata=rpc.headers(),
+            metadata=rpc.sending,
             credentials=self.credentials,
             compression=self.compression,
         )
@@ -146,8 +155,7 @@ class Flight:
     def adopt(self, inner: Any) -> None:
         """Follow this call from now on."""
         self.inner = inner
-        if self._changed is not None:
-            self._wake()
+        self._wake()
         inner.add_done_callback(self.settle)
 
     def _hedge_later(self, inner: Any, rpc: Rpc) -> None:
@@ -167,53 +175,55 @@ class Flight:
 
     def settle(self, inner: Any) -> None:
         """Learn from the end of an attempt, and retry, let its twin go on, or conclude."""
-        if self.over or not self._knows(inner):
+        rpc = self.rpc
+        if self.over or (inner is not self.inner and (self.twin is None or inner is not self.twin[0])):
             return
-        rpc = self.rpc if inner is self.inner or self.twin is None else self.twin[1]
-        try:
-            concluded = self._conclude(inner, rpc)
-        except Exception:  # an interceptor's: whoever awaits the inner call gets it
-            concluded = True
-            if rpc is not None:
-                rpc.cancelled()
-        loser = None
         if self.twin is not None:
-            assert self.rpc is not None
-            other = self.twin if inner is self.inner else (self.inner, self.rpc)
-            self.twin = None
-            if not concluded:
-                self.inner, self.rpc = other
-                return
-            loser = other[0]
-            other[1].lose()
-        self.inner, self.rpc = (inner if concluded else None), rpc
-        if concluded:
-            self._land()
-        else:
+            self._settle_race(inner, self.twin)
+            return
+        if not self._conclude(inner, rpc):
+            self.inner = None
             self.launch()
-        if loser is not None:
-            loser.cancel()
+            return
+        self.over = True
+        if self._awaited or self._callbacks is not None:
+            self._land()
 
-    def _knows(self, inner: Any) -> bool:
-        return inner is self.inner or (self.twin is not None and inner is self.twin[0])
+    def _settle_race(self, inner: Any, twin: tuple[Any, Rpc]) -> None:
+        assert self.rpc is not None
+        first = self.inner, self.rpc
+        (_, rpc), (other, other_rpc) = (first, twin) if inner is self.inner else (twin, first)
+        concluded = self._conclude(inner, rpc)
+        self.twin = None
+        if not concluded:
+            self.inner, self.rpc = other, other_rpc
+            return
+        other_rpc.lose()
+        self.inner, self.rpc = inner, rpc
+        self._land()
+        other.cancel()
 
     def _conclude(self, inner: Any, rpc: Rpc | None) -> bool:
         """True if this end of an attempt is that of the call."""
         if rpc is None:  # it was not routed
             return True
-        if self._cancelled or inner.cancelled() or rpc.hub.closed:
+        try:
+            if _is_ok(inner) and not self._cancelled:
+                rpc.succeeded(at_once(inner.trailing_metadata()) if rpc.peer.deaf <= 0 else None)
+                return True
+            if self._cancelled or inner.cancelled() or rpc.hub.closed:
+                rpc.cancelled()
+                return True
+            code, details = at_once(inner.code()), at_once(inner.details())
+            trailing = at_once(inner.trailing_metadata())
+            sent = self.wrote or (self.requests is not None and self.requests.sent)
+            if not rpc.failed(code, details, trailing, sent) and self.twin is None:
+                return True
+            rpc.cause = AioRpcError(code, at_once(inner.initial_metadata()), trailing, details)
+            return False
+        except Exception:  # an interceptor's: whoever awaits the inner call gets it
             rpc.cancelled()
             return True
-        code = at_once(inner.code())
-        if code is StatusCode.OK:
-            rpc.succeeded(lambda: at_once(inner.trailing_metadata()))
-            return True
-        trailing, details = at_once(inner.trailing_metadata()), at_once(inner.details())
-        sent = self.wrote or (self.requests is not None and self.requests.sent)
-        if not rpc.failed(code, details, trailing, sent) and self.twin is None:
-            return True
-        rpc.cause = AioRpcError(code, at_once(inner.initial_metadata()), trailing, details)
-        return False
 
     def watch(self) -> None:
         """Look, until the end, whether the endpoint of a stream is silent for longer than is normal; then give it up."""
@@ -260,6 +270,7 @@ class Flight:
             callback()
 
     def _wake(self) -> None:
+        self._awaited = False
         if self._changed is not None:
             self._changed.set()
             self._changed = None
@@ -271,6 +282,7 @@ class Flight:
                 raise self.error
             if self._changed is None:
                 self._changed = asyncio.Event()
+                self._awaited = True
             await self._changed.wait()
         return self.inner
 

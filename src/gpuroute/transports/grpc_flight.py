@@ -83,12 +83,15 @@ class Flight:
         self._cancelled = False
         self._timer: threading.Timer | None = None
 
-    def launch(self) -> None:
-        """Begin the next attempt, now or when its delay has passed. Never blocks; raises only for the first attempt."""
+    def launch(self, *, first: bool = False) -> None:
+        """Begin the next attempt, now or when its delay has passed. Never blocks.
+
+        `first`: who began the call is here, and an exception tells him why it cannot begin.
+        """
         with self._changed:
             if self.over:
                 return
-            inner = self._cancelled_call() if self._cancelled else self._attempt()
+            inner = self._cancelled_call() if self._cancelled else self._attempt(first)
             if inner is None:
                 return
             self.inner = inner
@@ -103,7 +106,7 @@ class Flight:
         self._timer.daemon = True
         self._timer.start()
 
-    def _attempt(self) -> Any:
+    def _attempt(self, first: bool) -> Any:
         """The inner call of a new attempt, or of how it failed to begin; None if a timer will begin it."""
         rpc = self.rpc
         try:
@@ -114,8 +117,8 @@ class Flight:
             return rpc.cause if isinstance(error, NoEndpointAvailable) and rpc.cause else ended(error)
         except Exception as error:
             rpc.cancelled()
-            if len(rpc.call.history) <= 1:
-                raise  # to who began the call; a later attempt has nobody to raise to
+            if first:
+                raise
             return EndedCall(StatusCode.INTERNAL, f"the attempt could not begin: {error}")
         self._later(rpc.wait, self.launch)
         return None
@@ -174,7 +177,7 @@ class Flight:
             return True
         code = inner.code()
         if code is StatusCode.OK:
-            rpc.succeeded(inner.trailing_metadata)
+            rpc.succeeded(inner.trailing_metadata() if rpc.listens else None)
             return True
         sent = self._requests is not None and self._requests.sent
         again = rpc.failed(code, inner.details(), inner.trailing_metadata(), sent=sent)

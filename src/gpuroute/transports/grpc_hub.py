@@ -1,88 +1,53 @@
-"""What all calls of one routed channel share, and how one begins: its options, its prompt, its pool, its deadline."""
+"""What all calls of one routed channel share, looked up once per view of the fleet; and the methods that stubs hold."""
 
 from __future__ import annotations
 
-import math
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from gpuroute.core.endpoint import Endpoint
+from gpuroute.core.endpoint import GRPC, Endpoint
 from gpuroute.core.prefix import Prompt, ladder
 from gpuroute.errors import ConfigError
 from gpuroute.observe import watch
 from gpuroute.router import check_router
 from gpuroute.transports.asking import asker_of
-from gpuroute.transports.bodies import NO_OPTIONS, Options, read_options
-from gpuroute.transports.grpc_rpc import Rpc
+from gpuroute.transports.grpc_method import Method
+from gpuroute.transports.grpc_options import split_metadata
+from gpuroute.transports.grpc_peers import MAX_METHODS
 from gpuroute.transports.grpc_status import REPEATED, REPEATED_IF_SAFE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
+    from gpuroute.core.call import Call
+    from gpuroute.core.pool import Pool
     from gpuroute.router import Router
+    from gpuroute.transports.asking import Asker
+    from gpuroute.transports.bodies import Options
+    from gpuroute.transports.grpc_options import Pairs
     from gpuroute.transports.grpc_peers import Peer, Peers
-    from gpuroute.transports.grpc_rpc import Pairs
 
     ReadPrompt = Callable[[str, bytes], "Prompt | bytes | None"]
 
-OURS = "x-gpuroute-"
 UNSENT, UNAVAILABLE, FAILED = "unsent", "unavailable", "failed"
 REPLAY = (UNSENT, UNAVAILABLE, FAILED)
 NO_STEPS: Sequence[int] = ()
-
-_options: ContextVar[Options] = ContextVar("gpuroute.grpc.options", default=NO_OPTIONS)
-
-
-@contextmanager
-def options(
-    *,
-    key: str | None = None,
-    timeout: float | None = None,
-    attempts: int | None = None,
-    hedge: bool | None = None,
-    reroute: bool | None = None,
-) -> Iterator[None]:
-    """Options of the calls begun inside: affinity key, deadline in seconds over all attempts, number of attempts, and
-    whether a unary call may have a second attempt beside a slow one.
-
-    Metadata `x-gpuroute-key`, `-timeout` (`250ms`, `2s`), `-attempts`, `-hedge` and `-reroute` of a call win over it.
-    Holds per thread and per task. Raises ConfigError.
-    """
-    given = {"key": key, "timeout": timeout, "attempts": attempts, "hedge": hedge, "reroute": reroute}
-    token = _options.set(read_options(given, {}))
-    try:
-        yield
-    finally:
-        _options.reset(token)
-
-
-def split_metadata(metadata: Pairs | None) -> tuple[Options, list[tuple[str, Any]] | None]:
-    """What the call asks of the router, and the metadata to send without it. Raises ConfigError on bad values."""
-    if not metadata:
-        return _options.get(), None
-    rest: list[tuple[str, Any]] = []
-    asked: dict[str, str] = {}
-    for pair in metadata:
-        if pair[0].startswith(OURS):
-            asked[pair[0].removeprefix(OURS)] = str(pair[1])
-        else:
-            rest.append(pair)
-    if not asked:
-        return _options.get(), rest
-    return read_options(None, {**_options.get()._asdict(), **asked}), rest
+NEVER = -1
 
 
 class Hub:
     """What all calls of one routed channel share. Safe from any thread.
 
     What a call asks of its pool (is it disabled, does its policy read prompts) changes only with the router's version,
-    so it is looked up once per version.
+    so it is looked up once per version. `known`: the version of which nothing more need be looked up; NEVER while calls
+    must take the long way (no view yet, closed, or some of them are not to be routed).
     """
 
-    __slots__ = ("__weakref__", "asker", "asks", "clock", "closed", "leaves", "may_leave", "pool", "prompt", "reads",
-                 "repeated", "replay", "router", "version")  # fmt: skip
+    __slots__ = ("__weakref__", "_methods", "asker", "clock", "closed", "found", "known", "leaves", "may_leave", "pool",
+                 "prompt", "reads", "repeated", "replay", "router", "version")  # fmt: skip
+
+    found: Pool
+    """The pool, in the version that was looked at."""
 
     def __init__(self, router: Router, pool: str, prompt: ReadPrompt | None, replay: str) -> None:
         if replay not in REPLAY:
@@ -93,16 +58,27 @@ class Hub:
         self.pool = pool
         self.clock = router.clock
         self.prompt = prompt
-        self.replay = replay
+        self.replay = replay != UNSENT
         self.repeated = REPEATED_IF_SAFE if replay == FAILED else REPEATED
         self.may_leave = settings.disabled or settings.rollout < 1
         self.leaves = self.may_leave
         self.reads = False
-        self.asker = asker_of(router)
-        self.asks = False
-        self.version = -1
+        self.asker: Asker | None = None
+        self.version = self.known = NEVER
         self.closed = False
+        self._methods: dict[tuple[Any, ...], Method] = {}
         watch(router)
+
+    def method(self, *what: Any) -> Method:
+        """The method of this kind, name, serializer, deserializer and registration; for most stubs equal ones are one."""
+        if len(self._methods) >= MAX_METHODS:  # of stubs with serializers made per call
+            self._methods.clear()
+        return self._methods.setdefault(what, Method(*what))
+
+    def close(self) -> None:
+        """No more calls."""
+        self.closed = True
+        self.known = NEVER
 
     def wait(self, timeout: float | None) -> float | None:
         """Wait (blocking) for the first view of the fleet, and return what is left of the timeout."""
@@ -129,58 +105,43 @@ class Hub:
         version = router.version
         if router.settings.disabled:
             return
-        pool = router.pool(self.pool)
+        self.found = pool = router.pool(self.pool, GRPC)
         picker = pool.snapshot.picker
         self.leaves = self.may_leave or pool.spec.config.disabled
-        self.asks = self.asker is not None and self.asker.covers(pool)
+        asker = asker_of(router)
+        self.asker = asker if asker is not None and asker.covers(pool) else None
         self.reads = self.prompt is not None and (picker.wants_ladder or picker.ring is not None)
         self.version = version
+        self.known = NEVER if self.leaves or self.closed else version
+        if router.settings.health_checks:
+            from gpuroute.transports.health import CHECKER
 
-    def begin(
-        self,
-        peers: Peers,
-        method: str,
-        request: bytes | None,
-        timeout: float | None,
-        metadata: Pairs | None,
-        patient: bool | None,
-        streaming: bool,
-    ) -> Rpc:
-        """Start one logical RPC; `request` is None if it comes as a stream. Raises UnknownPool, RouterClosed, ..."""
-        asked = _options.get()
-        if metadata:
-            asked, metadata = split_metadata(metadata)
+            CHECKER.watch(router)
+
+    def call_with(self, asked: Options, method: str, request: bytes | None, timeout: float | None) -> Call:
+        """The call of a request that says something of itself: a prompt, a key, or options of its own."""
         key, steps, tokens = asked.key, NO_STEPS, 0
         if asked.timeout is not None:
             timeout = asked.timeout if timeout is None else min(timeout, asked.timeout)
-        if timeout is not None and timeout < 0:
-            timeout = 0.0  # grpcio takes it, and says DEADLINE_EXCEEDED
+        if timeout is not None:
+            timeout = max(timeout, 0.0)
         if self.reads and request and not key:
             key, steps, tokens = self._read(method, request)
-        if self.router.settings.health_checks:
-            from gpuroute.transports.health import CHECKER
-
-            CHECKER.watch(self.router)
         call = self.router.call(
             self.pool,
+            protocol=GRPC,
             key=key,
             ladder=steps,
             tokens=tokens,
             timeout=timeout,
             attempts=asked.attempts,
-            replayable=request is not None and self.replay != UNSENT,
+            replayable=self.replay and request is not None,
         )
-        if asked.hedge is not None or asked.reroute is not None:
-            chosen = {name: value for name in ("hedge", "reroute") if (value := getattr(asked, name)) is not None}
-            call.hedging = replace(call.hedging, **chosen)
-        if peers.version != self.version or call.started >= peers.sweep_at:
-            peers.sweep(call.pool.snapshot.by_id, call.started, self.version)
-        # A deadline cannot be lifted once an attempt runs, so a stream gets one only if its caller said so.
-        limited = call.deadline < math.inf and (timeout is not None or not streaming)
-        rpc = Rpc(self, peers, call, metadata, limited, patient, streaming)
-        if self.asks and self.asker is not None:
-            rpc.asked = self.asker.begin(call)
-        return rpc
+        for name in ("hedge", "reroute"):
+            chosen = getattr(asked, name)
+            if chosen is not None:
+                call.hedging = replace(call.hedging, **{name: chosen})
+        return call
 
     def unrouted(self, peers: Peers, metadata: Pairs | None) -> tuple[Peer, Pairs | None] | None:
         """The channel of a call that the kill switch or the rollout leaves unrouted, and its metadata."""

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterator, Sequence
 
     from gpuroute.core.endpoint import Endpoint
+    from gpuroute.transports.grpc_method import Method
 
     Options = Sequence[tuple[str, Any]]
 
@@ -32,6 +33,7 @@ INF = math.inf
 SECURE = frozenset({"https", "grpcs"})
 PLAIN = frozenset({"http", "grpc", ""})
 SWEEP_EVERY = 10.0  # seconds
+PATIENT_FOR, DEAF_FOR = 32, 15  # calls without a load report until few are looked at, and how many then are not
 MAX_METHODS = 256  # bound multicallables of one endpoint; more are made by stubs with serializers made per call
 
 # What a parent's channels become in a forked child: destroying one there can hang, so they are kept and never touched.
@@ -41,30 +43,41 @@ _ABANDONED: list[object] = []
 class Peer:
     """The channel to one endpoint. `live`: tokens of calls that use it; `gone`: closes when the last of them ends."""
 
-    __slots__ = ("channel", "endpoint", "gone", "live", "methods", "patience", "patience_until", "unreported",
-                 "used_at")  # fmt: skip
+    __slots__ = ("channel", "deaf", "endpoint", "gone", "headers", "live", "methods", "patience", "patience_until",
+                 "unreported", "used_at")  # fmt: skip
 
     def __init__(self, endpoint: Endpoint, channel: Any) -> None:
-        self.endpoint = endpoint
+        self.adopt(endpoint)
         self.channel = channel
-        self.methods: dict[tuple[Any, ...], Any] = {}
+        self.methods: dict[Method, Any] = {}
         self.live: set[object] = set()
         self.gone = False
         self.used_at = 0.0
         self.patience = INF  # seconds that a unary attempt may take here, looked up at times
         self.patience_until = 0.0
-        self.unreported = 0  # successful calls since it last reported its load
+        self.unreported = 0  # looks at its trailing metadata since there was a load report in them
+        self.deaf = 0  # successful calls until they are looked at again
 
-    def bind(self, key: tuple[Any, ...]) -> Any:
-        """The multicallable `(kind, method, serializer, deserializer, registered)` on this channel."""
+    def adopt(self, endpoint: Endpoint) -> None:
+        """Take over a new record of the same server."""
+        self.endpoint = endpoint
+        self.headers = {name.lower(): value for name, value in endpoint.headers.items()}
+
+    def listened(self, reported: bool) -> None:
+        """Its trailing metadata were looked at. Where no load is reported that is done now and then only."""
+        self.unreported = 0 if reported else self.unreported + 1
+        self.deaf = DEAF_FOR if self.unreported >= PATIENT_FOR else 0
+
+    def bind(self, method: Method) -> Any:
+        """The multicallable of a method on this channel."""
         try:
-            return self.methods[key]
+            return self.methods[method]
         except KeyError:
-            kind, method, serializer, deserializer, registered = key
             if len(self.methods) >= MAX_METHODS:
                 self.methods.clear()
-            bound = getattr(self.channel, kind)(method, serializer, deserializer, registered)
-            return self.methods.setdefault(key, bound)
+            make = getattr(self.channel, method.kind)
+            bound = make(method.name, method.serializer, method.deserializer, method.registered)
+            return self.methods.setdefault(method, bound)
 
 
 class Peers:
@@ -86,7 +99,7 @@ class Peers:
         """The channel to an endpoint, kept open until `release(peer, token)`. Raises ConfigError on bad TLS files."""
         while True:
             peer = self._by_id.get(endpoint.id)
-            if peer is None or (peer.endpoint is not endpoint and not _same_server(peer.endpoint, endpoint)):
+            if peer is None or peer.endpoint is not endpoint:
                 peer = self._open_peer(endpoint)
             peer.live.add(token)
             # Adding before looking, where `_dismiss` marks before looking: one of the two sees the other.
@@ -137,7 +150,7 @@ class Peers:
         with self._lock:
             old = self._by_id.get(endpoint.id)
             if old is not None and _same_server(old.endpoint, endpoint):
-                old.endpoint = endpoint
+                old.adopt(endpoint)
                 return old
             peer = self._by_id[endpoint.id] = Peer(endpoint, self._open(endpoint))
         if old is not None:

@@ -11,30 +11,33 @@ cause in the final error. Without a deadline that wait is endless, as it is on a
 from __future__ import annotations
 
 import math
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from grpc import StatusCode
 
+from gpuroute.core.call import Call
 from gpuroute.core.hedge import LAST_PATIENCE
 from gpuroute.core.outcome import Outcome
 from gpuroute.errors import ConfigError, GpurouteError, NoEndpointAvailable
 from gpuroute.observe import Observer, observer
+from gpuroute.transports.bodies import NO_OPTIONS
+from gpuroute.transports.grpc_options import CHOSEN, split_metadata
 from gpuroute.transports.grpc_status import brief, judge, report_in
 from gpuroute.transports.piggyback import learn_load
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
     from gpuroute.core.attempt import Attempt
-    from gpuroute.core.call import Call
     from gpuroute.transports.asking import Asking
     from gpuroute.transports.grpc_hub import Hub
+    from gpuroute.transports.grpc_options import Pairs
     from gpuroute.transports.grpc_peers import Peer, Peers
-
-    Pairs = Iterable[tuple[str, Any]]
 
 ATTEMPT = "x-gpuroute-attempt"
 """Tells an endpoint that this is not the call's first attempt, and which one it is."""
+
+INF = math.inf
+SUCCESS = Outcome.SUCCESS
 
 
 class Rpc:
@@ -45,35 +48,72 @@ class Rpc:
     """
 
     __slots__ = ("asked", "attempt", "call", "cause", "guarded", "hub", "left", "limited", "metadata", "not_before",
-                 "observer", "over", "patient", "peer", "peers", "plain", "quiet", "races", "streaming", "token",
+                 "observer", "over", "patient", "peer", "peers", "quiet", "sending", "streaming", "token",
                  "wait")  # fmt: skip
+
+    peer: Peer
+    """The channel of the present attempt."""
+    left: float | None
+    """What the attempt may take, in seconds."""
+    sending: Pairs | None
+    """Its metadata."""
+    wait: float
+    """Seconds until `next` is to be asked again, after it gave None."""
+    token: object
 
     def __init__(
         self,
         hub: Hub,
         peers: Peers,
-        call: Call,
+        method: str,
+        request: bytes | None,
+        timeout: float | None,
         metadata: Pairs | None,
-        limited: bool,
         patient: bool | None,
         streaming: bool,
     ) -> None:
+        """Begin a call; `request` is None if it comes as a stream. Raises UnknownPool, RouterClosed, ConfigError, ..."""
+        asked, pool = CHOSEN.get(), hub.found
+        if metadata:
+            asked, metadata = split_metadata(metadata)
+        said = timeout is not None or asked.timeout is not None
+        if asked is not NO_OPTIONS or (hub.reads and request) or hub.router.closed:
+            call = hub.call_with(asked, method, request, timeout)
+        else:
+            pool.shared.signals.keyless += 1
+            if timeout is None:
+                timeout = pool.rules.timeout
+            elif timeout < 0:
+                timeout = 0.0  # grpcio takes it, and says DEADLINE_EXCEEDED
+            call = Call(pool, hub.clock(), timeout=timeout, replayable=hub.replay and request is not None)
+        if peers.version != hub.version or call.started >= peers.sweep_at:
+            peers.sweep(pool.snapshot.by_id, call.started, hub.version)
         self.hub = hub
         self.peers = peers
         self.call = call
         self.metadata = metadata
-        self.limited = limited
         self.patient = patient
         self.streaming = streaming
-        self.races = not streaming and (call.hedging.hedge or call.hedging.reroute)
-        self.not_before = 0.0
-        self.cause: BaseException | None = None
+        # A deadline cannot be lifted once an attempt runs, so a stream gets one only if its caller said so.
+        self.limited = call.deadline < INF and (said or not streaming)
         self.observer = seen = observer()
         self.quiet = type(seen) is Observer  # it has nothing to say of calls that go well
-        self.asked: Asking | None = None
         self.attempt: Attempt | None = None
-        self.peer: Peer | None = None
+        self.asked: Asking | None = None
+        self.cause: BaseException | None = None
+        self.not_before = 0.0
         self.over = False
+
+    @property
+    def races(self) -> bool:
+        """True if a second attempt beside a slow one may be wanted."""
+        hedging = self.call.hedging
+        return (hedging.hedge or hedging.reroute) and not self.streaming
+
+    @property
+    def listens(self) -> bool:
+        """True if the trailing metadata of the present attempt are wanted."""
+        return self.peer.deaf <= 0
 
     def next(self) -> Peer | None:
         """Begin an attempt and give the channel for it; None: ask again after `wait` seconds.
@@ -81,14 +121,12 @@ class Rpc:
         `left` is then what the attempt may take, in seconds. Raises NoEndpointAvailable, DeadlineExceeded; ConfigError if
         an endpoint's record cannot be dialled.
         """
-        if self.asked is not None and (wait := self.asked.pending()):
-            self.wait = wait
-            return None
         now, call = self.hub.clock(), self.call
-        wait = call.delay(now)
-        if wait > 0 or now < self.not_before:
-            self.wait = max(wait, self.not_before - now)
-            return None
+        if call.history or self.not_before or call.pool.shared.limited:
+            wait = max(call.delay(now), self.not_before - now)
+            if wait > 0:
+                self.wait = wait
+                return None
         try:
             attempt = self.attempt = call.next_attempt(now)
         except NoEndpointAvailable:
@@ -100,35 +138,36 @@ class Rpc:
         except GpurouteError:
             self._end(now)
             raise
-        if not self._depart(attempt, now):
-            self.wait = 0.0
-            return None
-        return self.peer
+        return self.depart(attempt, now)
 
-    def _depart(self, attempt: Attempt, now: float) -> bool:
-        """Prepare an attempt: what it may take, and its channel. False if that cannot be had and another one is due."""
-        call, endpoint = self.call, attempt.state.endpoint
+    def depart(self, attempt: Attempt, now: float) -> Peer | None:
+        """Prepare an attempt: what it may take, and its channel. None if that cannot be had and another one is due."""
         if self.asked is not None:
             self.asked.take(attempt)
-        self.token: object = None
-        self.plain = self.quiet and attempt.number == 1 and not endpoint.headers
-        self.guarded = False
+        self.token = None
         try:
-            self.peer = peer = self.peers.hold(endpoint, attempt, now)
+            self.peer = peer = self.peers.hold(attempt.state.endpoint, attempt, now)
         except ConfigError as error:
-            self.peer = None
-            if not self._finish(Outcome.FAILED, now, str(error)):
+            self.wait = 0.0
+            if not self._leave(attempt, Outcome.FAILED, now, reason=str(error)):
                 self._end(now)
                 raise
-            return False
-        left = call.deadline - now
-        if not self.streaming:
+            return None
+        if self.quiet and attempt.number == 1 and not peer.headers:
+            self.sending = self.metadata
+        else:
+            self.sending = self._extended(attempt, peer)
+        left = self.call.deadline - now
+        if self.streaming:
+            guarded = False
+        else:
             attempt.whole = True
             if now >= peer.patience_until:
                 self._look_up_patience(attempt, peer, now)
-            self.guarded = peer.patience < left
-        self.left = peer.patience if self.guarded else max(0.0, left) if self.limited else None
-        return True
+            guarded = peer.patience < left
+        self.guarded = guarded
+        self.left = peer.patience if guarded else left if self.limited else None
+        return peer
 
     def _look_up_patience(self, attempt: Attempt, peer: Peer, now: float) -> None:
         """How long a unary attempt may be silent at an endpoint before it is given up, by its gRPC deadline, which costs
@@ -138,16 +177,11 @@ class Rpc:
         usual = pool.rules.watchdog.first_byte(attempt, len(pool.snapshot.routable))
         peer.patience, peer.patience_until = usual * (LAST_PATIENCE if alone else 1.0), now + 1.0
 
-    def headers(self) -> Pairs | None:
-        """The metadata of the present attempt: the caller's, the endpoint's own and trace context."""
-        attempt = self.attempt
-        assert attempt is not None
-        extra = attempt.state.endpoint.headers
-        if self.plain:
-            return self.metadata
+    def _extended(self, attempt: Attempt, peer: Peer) -> Pairs:
+        """The metadata of an attempt: the caller's, the endpoint's own and trace context."""
         traced: dict[str, str] = {} if attempt.number == 1 else {ATTEMPT: str(attempt.number)}
         self.token = self.observer.attempt_started(self.call, attempt, traced)
-        ours = {name.lower(): value for name, value in extra.items()} | traced
+        ours = peer.headers | traced
         return [pair for pair in self.metadata or () if pair[0] not in ours] + list(ours.items())
 
     def time_left(self) -> float | None:
@@ -168,26 +202,23 @@ class Rpc:
         if attempt is not None:
             attempt.chunk(self.hub.clock())
 
-    def succeeded(self, read_trailing: Callable[[], Pairs | None]) -> None:
-        """The attempt ended with OK. Where no load was ever reported, trailing metadata is read now and then only."""
-        attempt, peer, call = self.attempt, self.peer, self.call
-        if attempt is None or peer is None:
+    def succeeded(self, trailing: Pairs | None) -> None:
+        """The attempt ended with OK. `trailing`: its trailing metadata, which drivers read if `listens`."""
+        attempt = self.attempt
+        if attempt is None:
             return
-        now = self.hub.clock()
+        self.attempt = None
+        call, peer, now = self.call, self.peer, self.hub.clock()
         if attempt.first is None:
             attempt.first_token(now)
-        peer.unreported += 1
-        if peer.unreported < 32 or not peer.unreported & 15:
-            trailing = read_trailing()
-            if trailing and learn_report(attempt, trailing, call.pool.mean_tokens, now):
-                peer.unreported = 0
-        self.attempt = None
-        call.finish(attempt, Outcome.SUCCESS, now)
+        peer.deaf -= 1
+        if peer.deaf < 0:
+            peer.listened(bool(trailing) and learn_report(attempt, trailing or (), call.pool.mean_tokens, now))
+        call.finish(attempt, SUCCESS, now)
         if self.asked is not None:
             self.asked.tell(attempt)
-        live = peer.live
-        live.discard(attempt)
-        if peer.gone and not live:
+        peer.live.discard(attempt)
+        if peer.gone:
             self.peers.release(peer, attempt)
         self.over = True
         if not self.quiet:
@@ -236,11 +267,11 @@ class Rpc:
         """
         attempt, call, now = self.attempt, self.call, self.hub.clock()
         if attempt is None:
-            return math.inf
+            return INF
         if attempt.first is None:
             return call.patience(attempt) - (now - attempt.started)
         if reading_since is None:
-            return math.inf
+            return INF
         return call.gap_patience(attempt) - (now - max(attempt.last, reading_since))
 
     @property
@@ -248,7 +279,7 @@ class Rpc:
         """Seconds from now until a second attempt is due beside the present one; infinite if none will be."""
         call, attempt = self.call, self.attempt
         if attempt is None or not self.races:
-            return math.inf
+            return INF
         return max(0.0, call.hedge_after(attempt) - (self.hub.clock() - attempt.started))
 
     def second(self) -> Rpc | None:
@@ -257,9 +288,9 @@ class Rpc:
         attempt = self.call.hedge(now)
         if attempt is None:
             return None
-        other = Rpc(self.hub, self.peers, self.call, self.metadata, self.limited, self.patient, self.streaming)
-        other.asked, other.attempt = self.asked, attempt
-        return other if other._depart(attempt, now) else None
+        other = copy(self)
+        other.attempt = attempt
+        return other if other.depart(attempt, now) else None
 
     def lose(self) -> None:
         """Another attempt of this call answered first. Teaches nothing."""
@@ -278,15 +309,18 @@ class Rpc:
             error.add_note(f"gpuroute: {self.call.story()}")
 
     def _finish(self, outcome: Outcome, now: float, reason: str = "", **how: Any) -> bool:
-        attempt, peer = self.attempt, self.peer
+        attempt = self.attempt
         if attempt is None:
             return False
+        again = self._leave(attempt, outcome, now, reason=reason, **how)
+        self.peers.release(self.peer, attempt)
+        return again
+
+    def _leave(self, attempt: Attempt, outcome: Outcome, now: float, **how: Any) -> bool:
         self.attempt = None
-        again = self.call.finish(attempt, outcome, now, reason=reason, **how)
+        again = self.call.finish(attempt, outcome, now, **how)
         if self.asked is not None:
             self.asked.tell(attempt)
-        if peer is not None:
-            self.peers.release(peer, attempt)
         self.observer.attempt_ended(self.token, self.call, attempt)
         return again
 

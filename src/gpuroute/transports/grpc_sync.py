@@ -14,12 +14,15 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from gpuroute.errors import DeadlineExceeded, NoEndpointAvailable, RegistryUnavailable
+from gpuroute.transports.grpc_aside import ASIDE
 from gpuroute.transports.grpc_call import RoutedCall
 from gpuroute.transports.grpc_connectivity import Connectivity
 from gpuroute.transports.grpc_errors import SERIALIZING, EndedCall, ended
 from gpuroute.transports.grpc_flight import Flight, Requests
 from gpuroute.transports.grpc_hub import Hub
+from gpuroute.transports.grpc_method import Makers, Multicallable
 from gpuroute.transports.grpc_peers import Dialer, Peers, channel_options
+from gpuroute.transports.grpc_rpc import Rpc
 from gpuroute.transports.grpc_watch import STREAMS
 
 if TYPE_CHECKING:
@@ -30,13 +33,12 @@ if TYPE_CHECKING:
     from gpuroute.router import Router
     from gpuroute.transports.grpc_hub import ReadPrompt
     from gpuroute.transports.grpc_peers import Options, Peer
-    from gpuroute.transports.grpc_rpc import Rpc
 
 _LOGGER = logging.getLogger("gpuroute")
 CLOSED = "Cannot invoke RPC on closed channel!"  # grpcio's own words
 
 
-class RoutedChannel(grpc.Channel):
+class RoutedChannel(Makers, grpc.Channel):
     """A channel whose every RPC is routed. Safe from any thread; opens nothing before its first call."""
 
     def __init__(
@@ -61,49 +63,8 @@ class RoutedChannel(grpc.Channel):
         self._connectivity = Connectivity(self._hub, self._peers)
         router.on_fork(self._forked)
 
-    def unary_unary(
-        self,
-        method: str,
-        request_serializer: Callable[[Any], bytes] | None = None,
-        response_deserializer: Callable[[bytes], Any] | None = None,
-        _registered_method: bool | None = False,
-    ) -> UnaryUnary:
-        """A multicallable for one method."""
-        how = request_serializer, response_deserializer, _registered_method
-        return UnaryUnary(self, "unary_unary", method, *how)
-
-    def unary_stream(
-        self,
-        method: str,
-        request_serializer: Callable[[Any], bytes] | None = None,
-        response_deserializer: Callable[[bytes], Any] | None = None,
-        _registered_method: bool | None = False,
-    ) -> UnaryStream:
-        """A multicallable for one method."""
-        how = request_serializer, response_deserializer, _registered_method
-        return UnaryStream(self, "unary_stream", method, *how)
-
-    def stream_unary(
-        self,
-        method: str,
-        request_serializer: Callable[[Any], bytes] | None = None,
-        response_deserializer: Callable[[bytes], Any] | None = None,
-        _registered_method: bool | None = False,
-    ) -> StreamUnary:
-        """A multicallable for one method."""
-        how = request_serializer, response_deserializer, _registered_method
-        return StreamUnary(self, "stream_unary", method, *how)
-
-    def stream_stream(
-        self,
-        method: str,
-        request_serializer: Callable[[Any], bytes] | None = None,
-        response_deserializer: Callable[[bytes], Any] | None = None,
-        _registered_method: bool | None = False,
-    ) -> StreamStream:
-        """A multicallable for one method."""
-        how = request_serializer, response_deserializer, _registered_method
-        return StreamStream(self, "stream_stream", method, *how)
+    def _make(self, kind: str, *method: Any) -> Any:
+        return _KINDS[kind](self._peers, self._hub, kind, *method)
 
     def subscribe(
         self, callback: Callable[[grpc.ChannelConnectivity], None], try_to_connect: bool | None = False
@@ -117,7 +78,7 @@ class RoutedChannel(grpc.Channel):
 
     def close(self) -> None:
         """End every running call with CANCELLED and refuse new ones. Idempotent."""
-        self._hub.closed = True
+        self._hub.close()
         self._connectivity.close()
         for peer in self._peers.close():
             peer.channel.close()
@@ -140,41 +101,24 @@ def _close_aside(channel: grpc.Channel) -> None:
     threading.Thread(target=channel.close, name="gpuroute-grpc-close", daemon=True).start()
 
 
-class _Method:
-    """One method of one kind: how its requests become bytes, and where its multicallables are found."""
+class _Method(Multicallable):
+    """What the four kinds have in common."""
 
-    def __init__(
-        self,
-        channel: RoutedChannel,
-        kind: str,
-        method: str,
-        serializer: Callable[[Any], bytes] | None,
-        deserializer: Callable[[bytes], Any] | None,
-        registered: bool | None,
-    ) -> None:
-        self._hub = channel._hub  # noqa: SLF001  (one class in two parts)
-        self._peers = channel._peers  # noqa: SLF001
-        self._method = method
-        self._serializer = serializer
-        self._one = kind.startswith("unary")
-        self._streaming = kind != "unary_unary"
-        # A single request is serialized here, once for all attempts and for the prompt that is read in it.
-        self._key = kind, method, None if self._one else serializer, deserializer, registered
-        self._unrouted_key = kind, method, serializer, deserializer, registered
+    def __init__(self, peers: Peers, *what: Any) -> None:
+        super().__init__(*what)
+        self._peers = peers
 
     def _body(self, request: Any) -> Any:
         """What every attempt sends: bytes, or a view of the caller's iterator."""
         if not self._one:
             return Requests(request)
-        if self._serializer is None:
-            return request
         try:
-            return self._serializer(request)
+            return request if self._serializer is None else self._serializer(request)
         except Exception:
             _LOGGER.exception(SERIALIZING)
             raise EndedCall(grpc.StatusCode.INTERNAL, SERIALIZING) from None
 
-    def _enter(self, timeout: float | None, metadata: Any) -> tuple[float | None, tuple[Any, Any] | None]:
+    def _look(self, timeout: float | None, metadata: Any) -> tuple[float | None, tuple[Any, Any] | None]:
         """What is left of the timeout after the wait for a first view of the fleet; and the multicallable and metadata
         of a call that the kill switch or the rollout leaves unrouted."""
         hub = self._hub
@@ -187,39 +131,60 @@ class _Method:
                 raise ended(error) from None
             hub.look()
         found = hub.unrouted(self._peers, metadata) if hub.leaves else None
-        return timeout, found and (found[0].bind(self._unrouted_key), found[1])
+        return timeout, found and (found[0].bind(self._whole), found[1])
 
     def _answer(
-        self, request: Any, timeout: float | None, metadata: Any, credentials: Any, patient: bool | None, compression: Any
-    ) -> tuple[Any, grpc.Call]:
-        """The response and the call that gave it: attempts in a row until one answers or no other is due."""
+        self,
+        wants_call: bool,
+        request: Any,
+        timeout: float | None,
+        metadata: Any,
+        credentials: Any,
+        patient: bool | None,
+        compression: Any,
+    ) -> tuple[Any, Any]:
+        """The response and, if wanted, the call that gave it."""
         hub, one = self._hub, self._one
-        if hub.version != hub.router.version or hub.leaves or hub.closed:
-            timeout, plain = self._enter(timeout, metadata)
+        if hub.known != hub.router.version:
+            timeout, plain = self._look(timeout, metadata)
             if plain is not None:
                 return plain[0].with_call(request, timeout, plain[1], credentials, patient, compression)  # type: ignore[no-any-return]
         body = self._body(request)
-        rpc = hub.begin(self._peers, self._method, body if one else None, timeout, metadata, patient, self._streaming)
+        rpc = Rpc(hub, self._peers, self._name, body if one else None, timeout, metadata, patient, self._streaming)
+        if hub.asker is not None:
+            rpc.asked = hub.asker.ask(rpc.call)
         if rpc.races:
             return self._raced(rpc, body, credentials, compression)
         try:
-            while True:
-                peer = _next_peer(rpc)
-                if peer is None:
-                    continue
-                send = peer.bind(self._key).with_call
-                data, metadata = body if one else body.view(), rpc.metadata if rpc.plain else rpc.headers()
-                try:
-                    response, call = send(data, rpc.left, metadata, credentials, None, compression)
-                except grpc.RpcError as error:
-                    if not self._goes_on(rpc, error, body):
-                        raise
-                else:
-                    rpc.succeeded(call.trailing_metadata)
-                    return response, call
+            return self._tried(wants_call, rpc, body, credentials, compression)
         finally:
             if rpc.attempt is not None:
                 rpc.cancelled()
+
+    def _tried(self, wants_call: bool, rpc: Rpc, body: Any, credentials: Any, compression: Any) -> tuple[Any, Any]:
+        """Attempts in a row until one answers or no other is due. A call object is asked for only where it is needed."""
+        method = self._method
+        while True:
+            try:
+                peer = rpc.next()
+            except (NoEndpointAvailable, DeadlineExceeded) as error:
+                raise _told(rpc, error) from None
+            if peer is None:
+                time.sleep(rpc.wait)
+                continue
+            send, data = peer.methods.get(method) or peer.bind(method), body if self._one else body.view()
+            try:
+                if peer.deaf > 0 and not wants_call:
+                    response, call = send(data, rpc.left, rpc.sending, credentials, None, compression), None
+                    rpc.succeeded(None)
+                else:
+                    response, call = send.with_call(data, rpc.left, rpc.sending, credentials, None, compression)
+                    rpc.succeeded(call.trailing_metadata() if peer.deaf <= 0 else None)
+            except grpc.RpcError as error:
+                if not self._goes_on(rpc, error, body):
+                    raise
+            else:
+                return response, call
 
     def _goes_on(self, rpc: Rpc, error: grpc.RpcError, body: Any) -> bool:
         trailing: Any = error.trailing_metadata()
@@ -241,49 +206,48 @@ class _Method:
         compression: Any,
     ) -> Any:
         """A call that is also a future or an iterator; `how` names the multicallable's way to begin one."""
-        hub, one = self._hub, self._one
-        if hub.version != hub.router.version or hub.leaves or hub.closed:
-            timeout, plain = self._enter(timeout, metadata)
+        hub = self._hub
+        if hub.known != hub.router.version:
+            timeout, plain = self._look(timeout, metadata)
             if plain is not None:
                 return getattr(plain[0], how)(request, timeout, plain[1], credentials, patient, compression)
-        body = self._body(request)
-        rpc = hub.begin(self._peers, self._method, body if one else None, timeout, metadata, patient, self._streaming)
-
-        return self._launched(how, rpc, body, credentials, compression)
-
-    def _launched(self, how: str, rpc: Rpc, body: Any, credentials: Any, compression: Any) -> RoutedCall:
-        one = self._one
-
-        def start(peer: Peer, rpc: Rpc) -> Any:
-            send = getattr(peer.bind(self._key), how)
-            return send(body if one else body.view(), rpc.left, rpc.headers(), credentials, None, compression)
-
-        flight = Flight(rpc, start, None if one else body)
-        flight.launch()
+        body, one = self._body(request), self._one
+        rpc = Rpc(hub, self._peers, self._name, body if one else None, timeout, metadata, patient, self._streaming)
+        flight = self._flight(how, rpc, body, credentials, compression)
+        if hub.asker is not None and hub.asker.worth_asking(rpc.call):
+            ASIDE.ask(flight, hub.asker)
+        else:
+            flight.launch(first=True)
         if one and self._streaming and rpc.call.pool.rules.watchdog.enabled:
             STREAMS.add(flight)
         return RoutedCall(flight)
 
+    def _flight(self, how: str, rpc: Rpc, body: Any, credentials: Any, compression: Any) -> Flight:
+        one, method = self._one, self._method
+
+        def start(peer: Peer, rpc: Rpc) -> Any:
+            send = getattr(peer.bind(method), how)
+            return send(body if one else body.view(), rpc.left, rpc.sending, credentials, None, compression)
+
+        return Flight(rpc, start, None if one else body)
+
     def _raced(self, rpc: Rpc, body: Any, credentials: Any, compression: Any) -> tuple[Any, grpc.Call]:
         """A blocking call that may have a second attempt beside its first."""
-        call = self._launched("future", rpc, body, credentials, compression)
+        flight = self._flight("future", rpc, body, credentials, compression)
+        flight.launch(first=True)
+        call = RoutedCall(flight)
         try:
             return call.result(), call
         finally:
             call.cancel()
 
 
-def _next_peer(rpc: Rpc) -> Peer | None:
-    try:
-        peer = rpc.next()
-        if peer is None:
-            time.sleep(rpc.wait)
-        return peer
-    except (NoEndpointAvailable, DeadlineExceeded) as error:
-        if rpc.cause is not None and isinstance(error, NoEndpointAvailable):
-            rpc.note(rpc.cause)
-            raise rpc.cause from None
-        raise ended(error) from None
+def _told(rpc: Rpc, error: NoEndpointAvailable | DeadlineExceeded) -> BaseException:
+    """Why a call ends between two attempts: what the last one said, if nobody is left to ask."""
+    if rpc.cause is None or isinstance(error, DeadlineExceeded):
+        return ended(error)
+    rpc.note(rpc.cause)
+    return rpc.cause
 
 
 class UnaryUnary(_Method, grpc.UnaryUnaryMultiCallable):  # type: ignore[type-arg]
@@ -299,7 +263,7 @@ class UnaryUnary(_Method, grpc.UnaryUnaryMultiCallable):  # type: ignore[type-ar
         compression: grpc.Compression | None = None,
     ) -> Any:
         """The response. Raises grpc.RpcError."""
-        return self._answer(request, timeout, metadata, credentials, wait_for_ready, compression)[0]
+        return self._answer(False, request, timeout, metadata, credentials, wait_for_ready, compression)[0]
 
     def with_call(
         self,
@@ -311,7 +275,7 @@ class UnaryUnary(_Method, grpc.UnaryUnaryMultiCallable):  # type: ignore[type-ar
         compression: grpc.Compression | None = None,
     ) -> tuple[Any, grpc.Call]:
         """The response and the call that gave it. Raises grpc.RpcError."""
-        return self._answer(request, timeout, metadata, credentials, wait_for_ready, compression)
+        return self._answer(True, request, timeout, metadata, credentials, wait_for_ready, compression)
 
     def future(
         self,
@@ -355,7 +319,7 @@ class StreamUnary(_Method, grpc.StreamUnaryMultiCallable):  # type: ignore[type-
         compression: grpc.Compression | None = None,
     ) -> Any:
         """The response. Raises grpc.RpcError."""
-        return self._answer(request_iterator, timeout, metadata, credentials, wait_for_ready, compression)[0]
+        return self._answer(False, request_iterator, timeout, metadata, credentials, wait_for_ready, compression)[0]
 
     def with_call(
         self,
@@ -367,7 +331,7 @@ class StreamUnary(_Method, grpc.StreamUnaryMultiCallable):  # type: ignore[type-
         compression: grpc.Compression | None = None,
     ) -> tuple[Any, grpc.Call]:
         """The response and the call that gave it. Raises grpc.RpcError."""
-        return self._answer(request_iterator, timeout, metadata, credentials, wait_for_ready, compression)
+        return self._answer(True, request_iterator, timeout, metadata, credentials, wait_for_ready, compression)
 
     def future(
         self,
@@ -396,3 +360,11 @@ class StreamStream(_Method, grpc.StreamStreamMultiCallable):  # type: ignore[typ
     ) -> Any:
         """An iterator of responses that is also the call."""
         return self._fly("__call__", request_iterator, timeout, metadata, credentials, wait_for_ready, compression)
+
+
+_KINDS: dict[str, type[_Method]] = {
+    "unary_unary": UnaryUnary,
+    "unary_stream": UnaryStream,
+    "stream_unary": StreamUnary,
+    "stream_stream": StreamStream,
+}
