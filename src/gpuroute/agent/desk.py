@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gpuroute.agent.book import Sample
+    from gpuroute.agent.kv_feed import Feed
 
 
 class Desk:
@@ -38,6 +39,7 @@ class Desk:
         self.state = state
         self.dram_tokens = dram_tokens
         self.book = Book(kv_tokens, dram_tokens, PREFILL_PRIOR.get(gpu, UNKNOWN_PRIOR))
+        self.feed: Feed | None = None  # the engine's KV cache events, if it publishes them
         self.told_at = -math.inf
         self.asks = self.takes = self.tells = 0
 

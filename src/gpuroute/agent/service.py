@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from gpuroute.agent.answers import RATE, Answers
 from gpuroute.agent.desk import Desk
 from gpuroute.agent.health import HUNG_AFTER_S
+from gpuroute.agent.kv_feed import Feed
 from gpuroute.agent.register import Life, Rules
 from gpuroute.agent.server import UdpServer, open_socket
 from gpuroute.agent.status import Status
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from gpuroute.agent.grpc_server import Listening
+    from gpuroute.agent.kv_feed import Source
     from gpuroute.agent.register import Registered
     from gpuroute.core.endpoint import Endpoint
 
@@ -37,10 +39,12 @@ GPUS_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """One engine to stand beside: where it listens for this host, and its record as clients shall see it."""
+    """One engine to stand beside: where it listens for this host, its record as clients shall see it, and where it
+    publishes the events of its KV cache, if it does."""
 
     url: str
     endpoint: Endpoint
+    events: Source | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +83,7 @@ class Agent:
         self._register = register
         self._say = say or (lambda _: None)
         self._stop = asyncio.Event()
-        self.desks = [self._desk(engine.endpoint) for engine in options.engines]
+        self.desks = [self._desk(engine) for engine in options.engines]
         self.answers = Answers(self.desks, options.keys, rate=options.rate)
         self.watches: list[Watch] = []
         self.lives: list[Life] = []
@@ -108,6 +112,7 @@ class Agent:
                 second, port = await serve(options.grpc, self.answers)
                 address = _address(options.grpc.scheme, options.agent_host, options.grpc.host, port)
             tasks = [loop.create_task(self._attend(index, address)) for index in range(len(self.desks))]
+            tasks += [loop.create_task(_followed(desk.feed)) for desk in self.desks if desk.feed is not None]
             tasks += [loop.create_task(self._label(options.throttled))] if options.throttled is not None else []
             port = await status.listen(*options.status)
             self._say({"agent": address, "status": f"http://{options.status[0]}:{port}"})
@@ -151,16 +156,18 @@ class Agent:
             for life in self.lives:
                 life.label("throttled", reasons)
 
-    def _desk(self, endpoint: Endpoint) -> Desk:
-        options = self._options
+    def _desk(self, engine: Engine) -> Desk:
+        options, endpoint = self._options, engine.endpoint
         kv_tokens = options.kv_tokens or endpoint.capacity.kv_tokens or KV_TOKENS
-        return Desk(
+        desk = Desk(
             endpoint.id,
             gpu=endpoint.gpu.kind,
             kv_tokens=kv_tokens,
             dram_tokens=options.dram_tokens,
             state=EngineState.WARMING,
         )
+        desk.feed = Feed(engine.events, desk) if engine.events is not None else None
+        return desk
 
 
 def _address(scheme: str, given: str, host: str, port: int) -> str:
@@ -169,6 +176,12 @@ def _address(scheme: str, given: str, host: str, port: int) -> str:
         return f"{scheme}://{given}"
     host = given or host
     return f"{scheme}://{f'[{host}]' if ':' in host and not host.startswith('[') else host}:{port}"
+
+
+async def _followed(feed: Feed) -> None:
+    """Events that cannot be followed are no reason to end."""
+    await feed.run()
+    await asyncio.Event().wait()
 
 
 def _told(endpoint: Endpoint, engine: str, agent: str) -> Endpoint:

@@ -9,12 +9,14 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from gpuroute.agent.kv_feed import FeedState
 from gpuroute.core.asking import EngineState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from gpuroute.agent.answers import Answers
+    from gpuroute.agent.kv_feed import Feed
     from gpuroute.agent.watch import Watch
 
 TIMEOUT_S = 5.0
@@ -28,7 +30,7 @@ class Status:
         self._answers = answers
         self._server: asyncio.Server | None = None
         self._pages: dict[str, tuple[str, Callable[[], str]]] = {
-            "/healthz": ("text/plain", lambda: "ok\n"),
+            "/healthz": ("text/plain", self.health),
             "/metrics": ("text/plain; version=0.0.4", self.metrics),
             "/load": ("application/json", lambda: json.dumps(self.load(), indent=1) + "\n"),
         }
@@ -42,6 +44,11 @@ class Status:
         """Stop listening. Idempotent."""
         if self._server is not None:
             self._server.close()
+
+    def health(self) -> str:
+        """ "ok", as long as it can say so; further lines name what it does without."""
+        troubles = [(watch.desk.id, watch.desk.feed.trouble) for watch in self._watches if watch.desk.feed is not None]
+        return "\n".join(["ok", *(f"{ident}: {trouble}" for ident, trouble in troubles if trouble), ""])
 
     def load(self) -> dict[str, Any]:
         """Everything about every engine, for people."""
@@ -99,12 +106,28 @@ def _engine(watch: Watch, now: float) -> dict[str, Any]:
         "engine_says": {name: value for name, value in report._asdict().items() if value is not None},
         "sample_age_s": round(now - book.sample.at, 3) if watch.looks else None,
         "prefix_cache": {"prefixes": len(book.prefixes), "capacity_tokens": book.prefixes.capacity},
+        "kv_events": _events(desk.feed) if desk.feed is not None else None,
         "seconds_per_1000_prompt_tokens": math.exp(book.rate.log) * 1000,
         "told": book.rate.count,
         "tokens_per_s": {"prefill": round(watch.rates.prefill), "generation": round(watch.rates.generation)},
         "asks": desk.asks,
         "takes": desk.takes,
         "tells": desk.tells,
+    }
+
+
+def _events(feed: Feed) -> dict[str, Any]:
+    blocks = feed.blocks
+    return {
+        "state": str(feed.state),
+        "batches": feed.batches,
+        "lost": feed.lost,
+        "replayed": feed.replayed,
+        "garbled": feed.garbled,
+        "blocks": len(blocks),
+        "block_tokens": blocks.block_size,
+        "stored": blocks.stored,
+        "removed": blocks.removed,
     }
 
 
@@ -122,3 +145,8 @@ def _figures(watch: Watch, now: float) -> Iterator[tuple[str, str, float]]:
     yield "prefixes", "gauge", len(book.prefixes)
     yield "seconds_per_prompt_token", "gauge", math.exp(book.rate.log)
     yield "ready", "gauge", desk.state is EngineState.READY
+    if desk.feed is not None:
+        yield "kv_events_followed", "gauge", desk.feed.state is FeedState.FOLLOWING
+        yield "kv_events_total", "counter", desk.feed.batches
+        yield "kv_events_lost_total", "counter", desk.feed.lost
+        yield "kv_blocks", "gauge", len(desk.feed.blocks)

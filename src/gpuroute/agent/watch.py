@@ -103,6 +103,8 @@ class Watch:
         if report.kv_tokens:
             self.desk.sized(int(report.kv_tokens))
         queued = -1 if report.queued_tokens is None else int(report.queued_tokens)
+        if self.desk.feed is not None:
+            self.desk.feed.looked(counters, now)
         self.desk.sampled(Sample(now, int(running), int(waiting), report.kv_usage or 0.0, queued))
 
     async def _read(self) -> tuple[Reply, LoadReport, Mapping[str, float]]:

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpuroute.agent import gpus
+from gpuroute.agent.kv_feed import Source
 from gpuroute.agent.register import Rules
 from gpuroute.agent.service import Agent, Engine, Options
-from gpuroute.cli.agent_options import TEXTS, address, declare, reachable
+from gpuroute.cli.agent_options import TEXTS, address, declare, reachable, zeromq
 from gpuroute.cli.agent_options import url as checked_url
 from gpuroute.config import Settings
 from gpuroute.core.endpoint import Gpu
@@ -114,14 +115,28 @@ def _engines(args: argparse.Namespace) -> list[Engine]:
     gpu = Gpu(args.gpu) if args.gpu else gpus.found()
     throttled = ",".join(gpus.throttled())
     made = []
-    for url, public, ident in zip(urls, advertised, idents, strict=True):
+    for url, public, ident, events in zip(urls, advertised, idents, _events(args, len(urls)), strict=True):
         endpoint = parse_endpoint({**record, "url": public}, id=ident, key=f"{args.pool}/{ident}")
         if gpu is not None and not endpoint.gpu.kind:
             endpoint = replace(endpoint, gpu=gpu)
         if throttled:
             endpoint = replace(endpoint, labels={**endpoint.labels, "throttled": throttled})
-        made.append(Engine(url=url, endpoint=endpoint))
+        made.append(Engine(url=url, endpoint=endpoint, events=events))
     return made
+
+
+def _events(args: argparse.Namespace, count: int) -> list[Source | None]:
+    """Where the engines publish the events of their KV caches."""
+    events = [zeromq(text, "--kv-events") for text in args.kv_events or []]
+    replays = [zeromq(text, "--kv-events-replay") for text in args.kv_events_replay or []]
+    if len(events) not in {0, count} or len(replays) not in {0, len(events)}:
+        raise ConfigError(
+            "agent: --kv-events is given as often as --url, and --kv-events-replay as often as that, or not"
+        )
+    if not events:
+        return [None] * count
+    pairs = zip(events, replays or [""] * count, strict=True)
+    return [Source(events=where, replay=replay, topic=args.kv_events_topic) for where, replay in pairs]
 
 
 def _listening(args: argparse.Namespace, settings: Settings) -> Listening | None:

@@ -86,6 +86,21 @@ def _engine(add: Callable[..., Any]) -> None:
         help="tokens of a second cache tier in main memory",
     )
 
+    add(
+        "--kv-events",
+        action="append",
+        metavar="ADDRESS",
+        help="ZeroMQ address at which the engine publishes KV cache events, in the order of --url (tcp://127.0.0.1:5557, "
+        "ipc:///run/kv.sock; listen=tcp://... if the engine connects to us); needs the extra kv-events",
+    )
+    add(
+        "--kv-events-replay",
+        action="append",
+        metavar="ADDRESS",
+        help="where missed events can be had again, in that order",
+    )
+    add("--kv-events-topic", default="", metavar="TOPIC", help="follow only events of this topic (default: all)")
+
 
 def _record(add: Callable[..., Any]) -> None:
     add("--advertise", action="append", metavar="URL", help="where clients reach it (default: --url), in that order")
@@ -153,6 +168,15 @@ def address(text: str, option: str) -> tuple[str, int]:
     if not host or not _is_port(port):
         raise ConfigError(f"{option}={text!r}: expected HOST:PORT, with a port from 0 (any) to 65535")
     return host.strip("[]"), int(port)
+
+
+def zeromq(text: str, option: str) -> str:
+    """A ZeroMQ address. Raises ConfigError that names the option."""
+    if not re.fullmatch(r"(listen=)?(tcp://[^\s/*]+:[0-9]{1,5}|ipc://\S+)", text):
+        raise ConfigError(
+            f"{option}={text!r}: expected tcp://HOST:PORT or ipc:///PATH, if need be with listen= before it"
+        )
+    return text
 
 
 def reachable(text: str) -> str:

@@ -1,0 +1,216 @@
+"""A real vLLM (on the CPU, random weights) behind a real agent: our beliefs about engines, not our stand-in's.
+
+Too heavy for every run (an installation of 3.4 GB, half a minute to start): it needs the path of a virtual environment
+with vLLM in GPUROUTE_TEST_VLLM, and the scripts that make a model and start the server in the directory `shared/real`
+beside this repository, or in the variable REAL_ENGINES.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import threading
+import urllib.error
+import urllib.request
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import httpx2
+import pytest
+from agent.process import KEY, AgentProcess, Eyes
+from registry.etcd_server import EtcdCluster, free_ports
+
+import gpuroute.httpx2
+from gpuroute.core.endpoint import Endpoint
+from gpuroute.router import Router
+from gpuroute.transports.asking import asker_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+VENV = Path(os.environ.get("GPUROUTE_TEST_VLLM") or "/nonexistent")
+REAL = Path(os.environ.get("REAL_ENGINES") or Path(__file__).parents[3] / "shared" / "real")
+BLOCKS = 100
+SENTENCE = "route the gpu batch to the least loaded replica with the longest cached prefix "
+
+pytestmark = [
+    pytest.mark.real,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(
+        not (VENV / "bin" / "python").exists(), reason="set GPUROUTE_TEST_VLLM to a virtual environment with vLLM"
+    ),
+    pytest.mark.skipif(not (REAL / "vllm.sh").exists(), reason=f"no vllm.sh in {REAL.name}: set REAL_ENGINES"),
+]
+
+
+class Vllm:
+    """The server in a process group of its own, with a KV cache of 100 blocks of 32 tokens that publishes its events."""
+
+    def __init__(self, directory: Path) -> None:
+        model, self.log = directory / "tinyhf", directory / "vllm.log"
+        self.events, self.replay = (f"ipc://{directory}/{name}.sock" for name in ("kv", "replay"))
+        make = [str(VENV / "bin" / "python"), str(REAL / "make_tiny_hf.py"), str(model)]
+        subprocess.run(make, check=True, capture_output=True)
+        port = free_ports(1)[0]
+        self.url = f"http://127.0.0.1:{port}"
+        config = (
+            f'{{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "{self.events}", '
+            f'"replay_endpoint": "{self.replay}", "topic": "kv"}}'
+        )
+        options = ["--num-gpu-blocks-override", str(BLOCKS), "--kv-events-config", config, "--shutdown-timeout", "20"]
+        command = ["bash", str(REAL / "vllm.sh"), str(VENV), str(model), str(port), *options]
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+
+    def is_up(self) -> bool:
+        assert self.process.poll() is None, self.log.read_text()[-2_000:]
+        try:
+            return urllib.request.urlopen(f"{self.url}/health", timeout=5).status == 200
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def figure(self, name: str) -> float:
+        """One of vLLM's own metrics."""
+        page = urllib.request.urlopen(f"{self.url}/metrics", timeout=20).read().decode()
+        return sum(float(value) for value in re.findall(rf"^vllm:{name}\{{[^}}]*\}} (\S+)$", page, re.MULTILINE))
+
+    def complete(self, prompt: str, tokens: int = 1) -> int:
+        """Tokens of the prompt that were cached."""
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        answer = httpx2.post(f"{self.url}/v1/completions", json=body, timeout=120).raise_for_status().json()
+        return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"] or 0)
+
+    def stop(self) -> None:
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Vllm]:
+    server = Vllm(tmp_path_factory.mktemp("vllm"))
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+@pytest.fixture
+def up(vllm: Vllm, eventually: Callable[..., None]) -> Vllm:
+    eventually(vllm.is_up, "vLLM serves", 600.0)
+    return vllm
+
+
+class Client:
+    """A router over the engine and an endpoint that takes no calls, which asks the agent with hashes."""
+
+    def __init__(self, engine: Vllm, agent: AgentProcess) -> None:
+        drained = Endpoint("none", "http://127.0.0.1:9", weight=0.001)
+        endpoints = [Endpoint("real", engine.url, engine="vllm", agent=agent.lines["agent"]), drained]
+        self.router = Router(endpoints={"p": endpoints}, agent_key=KEY, asks="on", ask_hashes=True, ask_timeout="2s")
+        asker = asker_of(self.router)
+        assert asker is not None
+        self.asker = asker
+        self.http = gpuroute.httpx2.Client(self.router, timeout=120)
+
+    def complete(self, prompt: str) -> int:
+        """Cached tokens of a call that was asked for, taken and told."""
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 2, "temperature": 0}
+        answer = self.http.post("http://p/v1/completions", json=body).raise_for_status().json()
+        return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"] or 0)
+
+    def matched(self, prompt: str) -> int:
+        """What the agent believes of that prompt, without a call."""
+        from gpuroute.core.prefix import ladder
+        from gpuroute.engines.prompts import read_prompt
+
+        found = read_prompt("/v1/completions", b'{"model": "tiny", "prompt": "%s"}' % prompt.encode())
+        assert found is not None
+        asking = self.asker.ask(self.router.call("p", tokens=found.tokens, ladder=ladder(found)))
+        assert asking is not None
+        return asking.bids["real"].matched_tokens
+
+
+def test_it_registers_reports_truthfully_and_drains(up: Vllm, eventually: Callable[..., None], tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        etcd = stack.enter_context(EtcdCluster(tmp_path))
+        eyes = Eyes(f"{etcd.url}/real")
+        stack.callback(eyes.close)
+        before = up.figure("prompt_tokens_total")
+        options = ["--registry", f"{etcd.url}/real", "--pool", "p", "--id", "real", "--warmup", "6", "--ttl", "3"]
+        agent = stack.enter_context(AgentProcess("--url", up.url, *options))
+        eventually(lambda: eyes.state("real") == "ready", "it is registered as ready", 120.0)
+        assert eyes.states("real")[-2:] == ["warming", "ready"]
+        assert up.figure("prompt_tokens_total") > before, "it was warmed up"
+        record = eyes.endpoints()["real"]
+        assert (record.engine, record.agent) == ("vllm", agent.lines["agent"])
+        says = agent.load()["engine_says"]
+        assert says["kv_tokens"] == agent.load()["prefix_cache"]["capacity_tokens"] == BLOCKS * 32
+        _busy(up, agent, eventually)
+        agent.terminate()
+        assert agent.process.wait(90) == 0
+        eventually(lambda: "real" not in eyes.endpoints(), "the record is removed")
+        assert "draining" in eyes.states("real")
+        assert up.is_up(), "the engine is not the agent's to stop"
+
+
+def _busy(up: Vllm, agent: AgentProcess, eventually: Callable[..., None]) -> None:
+    """Six generations in an engine for four: what the agent says is what vLLM's own page says."""
+    calls = [threading.Thread(target=up.complete, args=(f"{number} {SENTENCE}", 300)) for number in range(6)]
+    for call in calls:
+        call.start()
+
+    def agree() -> bool:
+        own = [int(up.figure(f"num_requests_{name}")) for name in ("running", "waiting")]
+        load = agent.load()
+        seen = [load["running"], int(load["engine_says"]["waiting"])]
+        return own == seen == [4, 2] and 0 < load["kv_usage"] < 1 and load["state"] == "ready"
+
+    eventually(agree, "agent and engine agree on a full engine", 120.0)
+    for call in calls:
+        call.join()
+    eventually(lambda: (agent.load()["running"], agent.load()["waiting"]) == (0, 0), "and on an idle one", 60.0)
+    assert agent.load()["tokens_per_s"]["generation"] > 0
+
+
+def test_prefix_hits_are_expected_and_seen(up: Vllm, eventually: Callable[..., None]) -> None:
+    with AgentProcess("--url", up.url, "--id", "real", "--warmup", "1") as agent:
+        eventually(lambda: agent.state() == "ready", "it is ready", 120.0)
+        client = Client(up, agent)
+        prompt = "first " + SENTENCE * 60
+        assert client.matched(prompt) == 0
+        assert client.complete(prompt) < 64
+        eventually(lambda: client.matched(prompt) >= 1_024, "the agent expects the prefix to be cached")
+        hits = up.figure("prefix_cache_hits_total")
+        assert client.complete(prompt + "second") > 500, "and it is"
+        assert up.figure("prefix_cache_hits_total") > hits
+        eventually(lambda: agent.load()["tells"] >= 2, "the calls were told")
+
+
+def test_kv_events_show_what_the_engine_has_forgotten(up: Vllm, eventually: Callable[..., None]) -> None:
+    """Strangers fill the cache. Counting takes alone, the agent would go on to promise a hit."""
+    events = ["--kv-events", up.events, "--kv-events-replay", up.replay]
+    with (
+        AgentProcess("--url", up.url, "--id", "real", "--warmup", "1", *events) as agent,
+        AgentProcess("--url", up.url, "--id", "real", "--warmup", "0") as other,
+    ):
+        eventually(lambda: agent.state() == other.state() == "ready", "they are ready", 120.0)
+        prompt = "events " + SENTENCE * 60
+        clients = [Client(up, one) for one in (agent, other)]
+        assert clients[0].complete(prompt) < 64
+        clients[1].complete(prompt)
+        eventually(lambda: agent.load()["kv_events"]["state"] == "following", "the events are heard")
+        assert agent.load()["kv_events"]["blocks"] > 10
+        assert agent.page("/healthz") == "ok\n"
+        for client in clients:
+            eventually(lambda client=client: client.matched(prompt) >= 1_024, "both expect a hit")
+        assert clients[0].complete(prompt) > 500
+        for number in range(8):
+            up.complete(f"{number} stranger " + f"{number} " * 600)
+        eventually(lambda: clients[0].matched(prompt) == 0, "who hears the events knows that it is gone")
+        assert clients[1].matched(prompt) >= 1_024, "who only counts takes does not"
+        assert agent.load()["kv_events"]["lost"] == 0
+        assert 0 < agent.load()["kv_events"]["blocks"] <= BLOCKS
+        assert clients[0].complete(prompt) < 64, "and it really is"
