@@ -61,7 +61,12 @@ TABLE = [
 
 @pytest.mark.parametrize(("engine", "status", "body", "meaning"), TABLE)
 def test_b3_busy_is_told_from_broken(engine: str, status: int, body: str, meaning: Meaning) -> None:
-    outcomes = {OVERLOADED: Outcome.OVERLOADED, REJECTED: Outcome.REJECTED, MISSING: Outcome.REJECTED}
+    outcomes = {
+        OVERLOADED: Outcome.OVERLOADED,
+        LOADING: Outcome.OVERLOADED,
+        REJECTED: Outcome.REJECTED,
+        MISSING: Outcome.REJECTED,
+    }
     found = judge(engine, status, body.encode())
     assert found.meaning is meaning
     assert found.outcome is classify(engine, status, {}, body.encode()) is outcomes.get(meaning, Outcome.FAILED)
@@ -94,8 +99,13 @@ def test_b3_a_time_to_come_back_makes_an_unexplained_503_an_overload() -> None:
     assert classify("vllm", 503, {"retry-after": "soon"}) is Outcome.FAILED
     found = judge("vllm", 503, retry_after=2.0)
     assert (found.outcome, found.meaning, found.retry_after) == (Outcome.OVERLOADED, OVERLOADED, 2.0)
-    found = judge("llamacpp", 503, b'{"error":{"message":"Loading model"}}', retry_after=2.0)
-    assert (found.outcome, found.retry_after) == (Outcome.FAILED, 2.0)
+
+
+def test_x6_an_engine_that_loads_is_left_alone_for_a_second_or_as_long_as_it_says() -> None:
+    body = b'{"error":{"message":"Loading model"}}'
+    for said, pause in ((None, 1.0), (2.0, 2.0)):
+        found = judge("llamacpp", 503, body, retry_after=said)
+        assert (found.outcome, found.meaning, found.retry_after) == (Outcome.OVERLOADED, LOADING, pause)
 
 
 def test_a_model_that_the_registry_promised_is_missing_by_the_endpoints_fault() -> None:

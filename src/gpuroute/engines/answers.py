@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 HEAD = 4096
 """Bytes of a body that are looked at."""
 
+LOADING_PAUSE_S = 1.0
+"""For so long an engine that loads its model is left alone: it is not broken, and should serve soon after it can."""
+
 _BROKEN = (500, 502, 503, 504)
 _GENERIC = (
     rule(Meaning.DRAINING, _BROKEN, r"shut(ting)? ?down|being drained|is draining|terminating"),
@@ -39,7 +42,7 @@ _GENERIC = (
 )
 _OUTCOMES = {
     Meaning.OVERLOADED: Outcome.OVERLOADED,
-    Meaning.LOADING: Outcome.FAILED,
+    Meaning.LOADING: Outcome.OVERLOADED,
     Meaning.DRAINING: Outcome.FAILED,
     Meaning.FAILED: Outcome.FAILED,
     Meaning.REJECTED: Outcome.REJECTED,
@@ -94,6 +97,8 @@ def judge(
         return Answer(outcome, _DEFAULT[outcome], retry_after)
     if meaning is Meaning.MISSING and claimed:
         return Answer(Outcome.OVERLOADED, meaning, retry_after)
+    if meaning is Meaning.LOADING and retry_after is None:
+        retry_after = LOADING_PAUSE_S
     return Answer(_OUTCOMES[meaning], meaning, retry_after)
 
 

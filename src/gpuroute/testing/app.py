@@ -142,7 +142,7 @@ class App:
     def _admit(self) -> None:
         limit = self.options.max_queued
         if time.monotonic() < self._ready_at:
-            raise ApiError(503, "the model is being loaded", "Service Unavailable")
+            raise ApiError(503, "Loading model", "Service Unavailable")
         if self.draining:
             raise ApiError(500, "cannot schedule new futures after shutdown", "InternalServerError")
         if limit is not None and self.gpu.waiting >= limit:
