@@ -183,6 +183,9 @@ def test_c2_values_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"DISABLED": "1"}, "GPUROUTE_DISABLED is set without GPUROUTE_FALLBACK_URL"),
         ({"ROLLOUT": "10%"}, "GPUROUTE_ROLLOUT is below 100% without GPUROUTE_FALLBACK_URL"),
         ({"TIMEOUT": "1s", "CONNECT_TIMEOUT": "2s"}, "GPUROUTE_CONNECT_TIMEOUT is longer than GPUROUTE_TIMEOUT"),
+        ({"ZONE_PRICE": "100ms"}, "GPUROUTE_ZONE_PRICE is set without GPUROUTE_ZONE"),
+        ({"REGION_PRICE": "1s", "ZONE": "a"}, "GPUROUTE_REGION_PRICE is set without GPUROUTE_REGION"),
+        ({"SUBSET": "auto", "REGISTRY": "llm=http://a:1"}, "GPUROUTE_SUBSET is set but GPUROUTE_REGISTRY is not etcd"),
     ],
 )
 def test_contradictions_are_errors(environ: dict[str, str], complaint: str) -> None:

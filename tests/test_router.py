@@ -625,8 +625,8 @@ class SeatingRegistry(FakeRegistry):
         super().__init__(fleet)
         self.seats = 0
 
-    def take_seat(self, on_seat: Callable[[Seat], None]) -> Any:
-        self.sit, self.seats = on_seat, self.seats + 1
+    def take_seat(self, on_seat: Callable[[Seat], None], place: tuple[str, str]) -> Any:
+        self.sit, self.seats, self.place = on_seat, self.seats + 1, place
         registry = self
 
         class Held:
@@ -741,6 +741,47 @@ def test_a_forked_child_has_no_seat_before_its_first_call() -> None:
         assert registry.seats == 2
         registry.sit(Seat(5, 11))
         assert visible(router) == set(subset(FLEET, 5, 20))
+
+
+# ------------------------------------------------------------------------------------------------- zones
+
+
+def test_calls_stay_in_the_zone_and_leave_it_when_it_dies() -> None:
+    fleet = {"llm": [*named("a1", "a2", zone="a"), *named("b1", "b2", zone="b")]}
+    with make(fleet, zone="a") as router:
+        assert {one_call(router) for _ in range(50)} == {"a1", "a2"}
+        for state in router.pool("llm").snapshot.states[:2]:
+            state.set_cap("ejection", 0, until=1e9)
+        assert {one_call(router) for _ in range(50)} == {"b1", "b2"}
+    with make(fleet) as router:
+        assert {one_call(router) for _ in range(50)} == {"a1", "a2", "b1", "b2"}
+
+
+def test_what_leaving_costs_comes_from_settings_or_else_the_pool() -> None:
+    endpoints = tuple(named("b", zone="b", region="us"))
+    registry = FakeRegistry(Fleet({"llm": PoolSpec("llm", endpoints, PoolConfig(zone_price=1.0, region_price=2.0))}))
+
+    def away(**settings: Any) -> float:
+        with make(registry, **settings) as router:
+            (state,) = router.pool("llm").snapshot.states
+            return float(round(state.away, 1))
+
+    assert away() == 0.0
+    assert away(zone="a") == 1.0
+    assert away(zone="a", region="eu") == 3.1
+    assert away(zone="a", region="eu", region_price=7.0) == 8.1
+    assert away(zone="a", region="eu", zone_price=0.0) == 2.1
+
+
+def test_a_seat_says_how_many_clients_live_in_this_zone() -> None:
+    fleet = {"llm": [*named("a1", "a2", zone="a"), *named("b1", "b2", zone="b")]}
+    registry = SeatingRegistry(fleet)
+    with make(registry, subset="auto", zone="a") as router:
+        assert {one_call(router) for _ in range(50)} == {"a1", "a2"}
+        assert registry.place == ("", "a")
+        registry.sit(Seat(0, 10, 9, 10))  # nine of ten live here, with half of the endpoints
+        went = Counter(one_call(router)[0] for _ in range(2_000))
+        assert went["a"] / 2_000 == pytest.approx(5 / 9, abs=0.06)
 
 
 # ---------------------------------------------------------------------------------------------- threads and forks

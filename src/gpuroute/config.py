@@ -86,8 +86,14 @@ class Settings:
     retry_budget: float = _row(0.2, PERCENT, "Retries and hedges allowed, as a share of calls.")
     retry_floor: float = _row(10.0, RATE, "Retries that are always allowed, so that a quiet client can retry too.")
     max_in_flight: int | None = _row(None, COUNT, "Most calls of this process at one endpoint at a time.")
-    zone: str | None = _row(None, WORD, "Zone that this process runs in. No policy uses it yet.")
-    region: str | None = _row(None, WORD, "Region that this process runs in. No policy uses it yet.")
+    zone: str | None = _row(None, WORD, "Zone that this process runs in: calls stay in it as far as its capacity goes.")
+    region: str | None = _row(None, WORD, "Region that this process runs in: calls that leave the zone stay in it.")
+    zone_price: float = _row(
+        0.0,
+        DURATION_OR_ZERO,
+        "Seconds that a call to another zone is taken to cost beside the way, by auto and predictive.",
+    )
+    region_price: float = _row(0.0, DURATION_OR_ZERO, "The same for another region, in addition.")
     trust_env: bool = _row(
         False,
         BOOLEAN,
@@ -280,8 +286,7 @@ def _contradictions(settings: Settings) -> Iterator[str]:
             yield f"{named(present)} is set without {variable(absent)}: set both or neither"
     if (settings.etcd_ca or settings.etcd_cert) and (settings.registry or "").startswith("etcd://"):
         yield f"{named('registry')} is etcd:// (no TLS) but a certificate is set: use etcds://"
-    if settings.subset != "off" and settings.registry and not settings.registry.startswith(("etcd://", "etcds://")):
-        yield f"{named('subset')} is set but {named('registry')} is not etcd: ordinals come from leases there"
+    yield from _misplaced(settings)
     if settings.disabled and not settings.fallback_url:
         yield f"{named('disabled')} is set without {variable('fallback_url')}: calls would have nowhere to go"
     if settings.rollout < 1 and not settings.fallback_url:
@@ -291,6 +296,15 @@ def _contradictions(settings: Settings) -> Iterator[str]:
     for name in ("hedge", "reroute", "continuation"):
         if getattr(settings, name) and settings.attempts == 1:
             yield f"{named(name)} is set but {named('attempts')} is 1: there is no second attempt"
+
+
+def _misplaced(settings: Settings) -> Iterator[str]:
+    named = settings.named
+    if settings.subset != "off" and settings.registry and not settings.registry.startswith(("etcd://", "etcds://")):
+        yield f"{named('subset')} is set but {named('registry')} is not etcd: ordinals come from leases there"
+    for price, place in (("zone_price", "zone"), ("region_price", "region")):
+        if getattr(settings, price) and not getattr(settings, place):
+            yield f"{named(price)} is set without {variable(place)}: nothing would be another {place}"
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:

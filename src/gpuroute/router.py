@@ -24,6 +24,7 @@ from gpuroute.core.describe import Explanation, PoolView, RouterView, describe_p
 from gpuroute.core.endpoint import GRPC, HTTP, PROTOCOLS
 from gpuroute.core.fleet import Fleet, PoolSpec, by_protocol
 from gpuroute.core.hedge import HedgeRules
+from gpuroute.core.locality import Locality, relocate
 from gpuroute.core.merge import merge_rules
 from gpuroute.core.outliers import OutlierRules
 from gpuroute.core.pool import Pool, PoolRules
@@ -211,10 +212,19 @@ class Router:
         """The pool with this spec, or as much of it as this client uses."""
         spec = self._subsets.narrowed(spec, self._subset_mode(spec), part)
         if pool is None:
-            return Pool(spec, rules, random=self.random, now=now, make_lock=threading.Lock)
+            pool = Pool(PoolSpec(spec.name), rules, random=self.random, now=now, make_lock=threading.Lock)
         pool.survivors.elders = self._subsets.elders(part)
+        relocate(pool.shared, pool.snapshot.states, self._locality(spec))
         pool.update(spec, rules, now)
         return pool
+
+    def _locality(self, spec: PoolSpec) -> Locality:
+        settings, seat = self.settings, self._subsets.seat
+        prices = {
+            name: stated if stated is not None and name not in self._explicit() else getattr(settings, name)
+            for name, stated in (("zone_price", spec.config.zone_price), ("region_price", spec.config.region_price))
+        }
+        return Locality(settings.zone or "", settings.region or "", *prices.values(), *(seat.shares if seat else ()))
 
     def _subset_mode(self, spec: PoolSpec) -> str | int:
         stated = None if "subset" in self._explicit() else spec.config.subset
@@ -222,13 +232,15 @@ class Router:
 
     def _take_seat(self) -> None:
         """Become one of the clients that are counted. Called once there is a pool that wants it; any thread."""
-        take: Callable[[Callable[[Seat], None]], Subscription] | None = getattr(self._source, "take_seat", None)
+        take: Callable[[Callable[[Seat], None], tuple[str, str]], Subscription] | None = getattr(
+            self._source, "take_seat", None
+        )
         if take is None:
             if not self._subsets.warned:
                 self._subsets.warned = True
                 log.warning("a pool wants subsets, but %s gives no ordinals: all of it is used", self._describe_source())
             return
-        seat = take(self._seated)
+        seat = take(self._seated, (self.settings.region or "", self.settings.zone or ""))
         with self._lock:
             if self._seat is None and not self._closed:
                 self._seat = seat
@@ -263,6 +275,7 @@ class Router:
     def _explicit(self) -> frozenset[str]:
         names = (
             "policy", "timeout", "max_in_flight", "attempts", "hedge", "reroute", "continuation", "watchdog", "subset",
+            "zone_price", "region_price",
         )  # fmt: skip
         return frozenset(name for name in names if self.settings.source(name) != "default")
 

@@ -29,6 +29,8 @@ class PoolConfig:
     attempts: int | None = None
     max_in_flight: int | None = None
     subset: str | int | None = None
+    zone_price: float | None = None
+    region_price: float | None = None
     disabled: bool = False
     fallback_url: str = ""
     salt: str = field(default="", repr=False)
@@ -80,8 +82,8 @@ class Subscription(Protocol):
 class Registry(Protocol):
     """A source of fleets. Nothing starts before `subscribe`.
 
-    One that can tell its clients apart also has `take_seat(on_seat: Callable[[Seat], None]) -> Subscription`, which
-    subsets need (`core.subset`).
+    One that can tell its clients apart also has `take_seat(on_seat: Callable[[Seat], None], place: tuple[str, str]) ->
+    Subscription`, which subsets need (`core.subset`); the place is a region and a zone.
     """
 
     def subscribe(self, on_change: Callable[[Fleet], None]) -> Subscription:

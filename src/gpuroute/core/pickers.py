@@ -65,6 +65,10 @@ class Kit:
         self.placements = Placements() if placements is None else placements  # an empty one is false
         self.previous_ring = Ring() if previous_ring is None else previous_ring
 
+    def part(self, states: Sequence[EndpointState]) -> Kit:
+        """The same for some of the endpoints."""
+        return Kit(states, self.random, self.placements, self.previous_ring)
+
     def ring(self) -> Ring:
         """The ring of these endpoints, grown from the previous one."""
         weights = {state.id: state.endpoint.weight for state in sorted(self.states, key=lambda s: s.id)}

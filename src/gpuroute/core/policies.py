@@ -22,6 +22,7 @@ from gpuroute.core.pickers import (
 )
 from gpuroute.core.predictive import Predictive
 from gpuroute.core.seconds import Soonest
+from gpuroute.core.zones import zoned
 from gpuroute.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ POLICIES: dict[str, Callable[[Kit], Picker]] = {
     "auto": lambda kit: Soonest(kit, homes=True),
 }
 
+BY_SECONDS = frozenset({"predictive", "auto"})  # the way to an endpoint is among them
+
 
 def build_picker(policy: str, kit: Kit) -> Picker:
     """The picker of a policy for one snapshot; ConfigError if the name is unknown."""
@@ -48,4 +51,6 @@ def build_picker(policy: str, kit: Kit) -> Picker:
         build = POLICIES[policy]
     except KeyError:
         raise ConfigError(f"policy {policy!r} is unknown; accepted: {', '.join(POLICIES)}") from None
-    return build(kit) if kit.states else Nobody()
+    if not kit.states:
+        return Nobody()
+    return build(kit) if policy in BY_SECONDS else zoned(kit, build)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from gpuroute.core.breaker import BreakerRules
 from gpuroute.core.history import History
+from gpuroute.core.locality import NOWHERE
 from gpuroute.core.signals import Signals
 from gpuroute.core.speed import Speeds
 
@@ -46,6 +47,7 @@ class PoolState:
         "history",
         "in_flight",
         "limited",
+        "locality",
         "lock",
         "make_lock",
         "predicts",
@@ -73,6 +75,7 @@ class PoolState:
         self.stalling: set[EndpointState] = set()
         self.history = History()
         self.speeds = Speeds()
+        self.locality = NOWHERE
         self.predicts = True  # whether anybody asks `speeds`: counting policies do not
         self.wake_at = INF
         self.signals = Signals()

@@ -39,10 +39,10 @@ class EndpointState:
     """Live knowledge of one endpoint, shared by successive snapshots and found again by id. Safe from any thread."""
 
     __slots__ = (
-        "__weakref__", "breaker", "caps", "cohort", "domains", "endpoint", "failed", "history", "id", "in_flight",
+        "__weakref__", "away", "breaker", "caps", "cohort", "domains", "endpoint", "failed", "history", "id", "in_flight",
         "inverse_weight", "joined_at", "last_error", "last_error_at", "latency", "latency_at", "limit", "lock",
-        "pool", "queue", "ramp_at", "ramp_from", "report", "served", "silent_since", "speed", "stalls", "troubled",
-        "trust", "until",
+        "pool", "queue", "ramp_at", "ramp_from", "report", "round_trip", "served", "silent_since", "speed", "stalls",
+        "troubled", "trust", "until",
     )  # fmt: skip
 
     def __init__(self, endpoint: Endpoint, pool: PoolState, now: float = 0.0) -> None:
@@ -58,6 +58,7 @@ class EndpointState:
         self.queue: Queue | None = None
         self.trust: Trust | None = None
         self.report: Report | None = None
+        self.round_trip: float | None = None
         self.latency, self.latency_at = UNKNOWN_LATENCY, 0.0  # peak EWMA, log of seconds, and when it was learned
         self.served = 0
         self.failed = 0
@@ -78,6 +79,7 @@ class EndpointState:
         self.cohort = self.pool.speeds.cohort(endpoint)
         self.domains = tuple((name, endpoint.labels[name]) for name in DOMAINS if name in endpoint.labels)
         self.inverse_weight = 1.0 / endpoint.weight if endpoint.weight > 0 else INF
+        self.away = self.pool.locality.seconds(endpoint, self.round_trip)
 
     @property
     def admitted(self) -> bool:

@@ -33,10 +33,21 @@ SLACK = 1.25
 
 
 class Seat(NamedTuple):
-    """Which of how many clients this one is. `ordinal` counts from 0, and is below `clients` but for moments."""
+    """Which of how many clients this one is. `ordinal` counts from 0, and is below `clients` but for moments.
+
+    `in_zone`, `in_region`: how many of the clients live where this one lives; 0: not known.
+    """
 
     ordinal: int
     clients: int
+    in_zone: int = 0
+    in_region: int = 0
+
+    @property
+    def shares(self) -> tuple[float | None, float | None]:
+        """The shares of all clients in this one's zone and region, where known."""
+        known = self.in_zone > 0 and self.clients > 0
+        return (min(1.0, self.in_zone / self.clients), min(1.0, self.in_region / self.clients)) if known else (None, None)
 
 
 def subset_size(endpoints: int, clients: int, *, least: int = LEAST) -> int:
@@ -125,7 +136,7 @@ class Subsets:
             self.views[name] = SubsetView(len(ids), len(ids), None, 0)
             return spec
         size = self._size(name, len(ids), mode, self.seat.clients)
-        self.views[name] = SubsetView(size, len(ids), *self.seat)
+        self.views[name] = SubsetView(size, len(ids), self.seat.ordinal, self.seat.clients)
         if size >= len(ids):
             return spec
         chosen = set(subset(ids, self.seat.ordinal, size))

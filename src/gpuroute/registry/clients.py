@@ -1,9 +1,11 @@
 """Seats in etcd: which of how many clients this one is.
 
 `{prefix}/clients/{ordinal}` is held under a lease by each client that takes part, and its key is its ordinal, so that
-etcd itself sees to it that nobody shares one. Every few seconds a client renews its lease and counts the keys, in two
-small requests; nobody watches, since a thousand clients that restart would tell a thousand others. Whoever has an ordinal
-beyond the count moves into a hole below it: after a client left, one other moves, and after a restart, nobody.
+etcd itself sees to it that nobody shares one. A client that has a zone or region also holds a key under
+`{prefix}/places/{region}/{zone}/`. Every few seconds it renews its lease and counts the keys, of all clients and of those
+around it, in two small requests; nobody watches, since a thousand clients that restart would tell a thousand others.
+Whoever has an ordinal beyond the count moves into a hole below it: after a client left, one other moves, and after a
+restart, nobody.
 
 While etcd is away the last seat holds. A client that comes back takes its old ordinal again if it is free, and that the
 others are fewer is believed after a while only: an etcd that lost its data must not make everybody talk to everything.
@@ -19,6 +21,7 @@ import socket
 import threading
 import time
 from typing import TYPE_CHECKING
+from urllib.parse import quote
 
 from gpuroute.core.subset import Seat, free_ordinal, repacked
 from gpuroute.registry.etcd_client import EtcdClient, EtcdError, retrying
@@ -33,6 +36,7 @@ TTL_S = 15.0
 SETTLE_S = 15.0  # longer than a client takes to restart, or to come back after etcd did
 CLOSE_S = 1.0  # an etcd that is away must not hold up a shutdown; the lease ends by itself
 MOST_GUESSES = 12
+_64_BITS = (1 << 64) - 1
 
 
 def clients_prefix(prefix: str) -> str:
@@ -45,7 +49,7 @@ def count_clients(config: EtcdConfig) -> int:
     client = EtcdClient(config)
     try:
         prefix = clients_prefix(config.prefix)
-        return client.count(prefix, prefix, 0)[0]
+        return client.count([prefix], prefix, 0)[0][0]
     finally:
         client.close()
 
@@ -57,6 +61,7 @@ class EtcdSeat:
         self,
         config: EtcdConfig,
         on_seat: Callable[[Seat], None],
+        place: tuple[str, str] = ("", ""),
         *,
         ttl: float = TTL_S,
         settle: float = SETTLE_S,
@@ -67,6 +72,10 @@ class EtcdSeat:
         self._random = config.random
         self._client = EtcdClient(config)
         self._prefix = clients_prefix(config.prefix)
+        region, zone = (quote(name, safe="") or "-" for name in place)
+        self._region = f"{config.prefix}/places/{region}/"
+        self._zone = f"{self._region}{zone}/"
+        self._counted = [self._prefix, *((self._zone, self._region) if any(place) else ())]
         self._ttl = ttl
         self._settle = settle
         self._lease = 0
@@ -103,13 +112,15 @@ class EtcdSeat:
         """One round: the lease lives, the ordinal is ours and not out of range, and what changed is told."""
         if not self._lease or not self._client.keep_alive(self._lease):
             self._lease = self._client.grant(self._ttl)
-        count, held = self._client.count(self._prefix, self._key(self._ordinal or 0), self._lease)
+            if len(self._counted) > 1:
+                self._client.put(f"{self._zone}{self._lease & _64_BITS:x}", self._value(), self._lease)
+        counts, held = self._client.count(self._counted, self._key(self._ordinal or 0), self._lease)
         if self._ordinal is None or not held:
             self._ordinal = self._claim(self._ordinal)
-            count, _ = self._client.count(self._prefix, self._key(self._ordinal), self._lease)
+            counts, _ = self._client.count(self._counted, self._key(self._ordinal), self._lease)
         now = time.monotonic()
-        self._pack(self._ordinal, count, now)
-        self._show(Seat(self._ordinal, self._believed(count, now)))
+        self._pack(self._ordinal, counts[0], now)
+        self._show(Seat(self._ordinal, self._believed(counts[0], now), *counts[1:]))
         if self.error:
             log.info("the seat below %s is kept again", self._prefix)
         self.error = None

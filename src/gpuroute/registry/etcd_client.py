@@ -22,7 +22,7 @@ from gpuroute.registry.etcd_watch import KeyValue, WatchStream
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from gpuroute.registry.etcd_config import EtcdConfig
 
@@ -116,12 +116,13 @@ class EtcdClient:
         delete = encode((3, encode((1, instead_of)))) if instead_of else None
         return bool(self._unary("KV/Txn", encode((1, compare), (2, put), (2, delete))).integer(2))
 
-    def count(self, prefix: str, own: str, lease: int) -> tuple[int, bool]:
-        """How many keys there are under a prefix, and whether the key `own` is there under this lease."""
+    def count(self, prefixes: Sequence[str], own: str, lease: int) -> tuple[Sequence[int], bool]:
+        """How many keys there are under each prefix, and whether the key `own` is there under this lease."""
         compare = encode((1, _EQUAL), (2, _LEASE), (3, own), (8, lease))
-        size = encode((1, encode((1, prefix), (2, _after(prefix)), (9, True))))
-        answer = self._unary("KV/Txn", encode((1, compare), (2, size), (3, size)))
-        return answer.message(3).message(1).integer(4), bool(answer.integer(2))
+        sizes = [encode((1, encode((1, prefix), (2, _after(prefix)), (9, True)))) for prefix in prefixes]
+        either = [(number, size) for number in (2, 3) for size in sizes]
+        answer = self._unary("KV/Txn", encode((1, compare), *either))
+        return [part.message(1).integer(4) for part in answer.messages(3)], bool(answer.integer(2))
 
     def grant(self, ttl: float) -> int:
         """A new lease of `ttl` seconds (whole ones, at least 1)."""

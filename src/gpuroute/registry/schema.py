@@ -96,6 +96,10 @@ def _seconds(value: Any) -> float:
     return seconds
 
 
+def _price(value: Any) -> float:
+    return parse_duration(value) if isinstance(value, str) else _number(value)
+
+
 def _subset(value: Any) -> str | int:
     return parse_subset(value) if isinstance(value, str) else _whole(1)(value)
 
@@ -194,6 +198,8 @@ _CONFIG: dict[str, _Row] = {
     "attempts": _COUNT,
     "max_in_flight": _COUNT,
     "subset": _Row(_subset, '"auto", "off" or a whole number of at least 1'),
+    "zone_price": _Row(_price, 'seconds, or a duration such as "250ms"'),
+    "region_price": _Row(_price, 'seconds, or a duration such as "250ms"'),
     "disabled": _Row(_boolean, "true or false"),
     "fallback_url": _url("http", "https"),
     "salt": _TEXT,

@@ -38,6 +38,7 @@ from gpuroute.core.asking import (
     read_bid,
 )
 from gpuroute.core.learning import learn_bid
+from gpuroute.core.locality import learn_round_trip
 from gpuroute.core.prefix import seed
 from gpuroute.core.report import Report
 from gpuroute.core.seconds import Soonest
@@ -430,6 +431,8 @@ class Asking:
         asker.counts.answers += 1
         asker.counts.late += not self._waits
         asker.round_trip += 0.05 * (min(now - self.started, 1.0) - asker.round_trip)
+        if state.pool.locality:
+            learn_round_trip(state, now - self.started)
         ready = condition is EngineState.READY
         if not ready:
             self._real_queue[state.id] = queue

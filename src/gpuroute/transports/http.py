@@ -252,7 +252,7 @@ class Driver(Primitives):
         if connection is None:
             began = time.monotonic()
             wire = pools.wire.connect(self.library.core, link.address, trip.connect_timeout())
-            trip.connect_s = time.monotonic() - began
+            trip.connected(time.monotonic() - began)
             connection = pools.add(link, wire)
         trip.use(connection)
         return connection
@@ -369,7 +369,7 @@ class AsyncDriver(AsyncPrimitives):
         if connection is None:
             began = time.monotonic()
             wire = await pools.wire.connect(self.library.core, link.address, trip.connect_timeout())
-            trip.connect_s = time.monotonic() - began
+            trip.connected(time.monotonic() - began)
             connection = pools.add(link, wire)
         trip.use(connection)
         return connection

@@ -11,6 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+from gpuroute.core.locality import learn_round_trip
 from gpuroute.core.outcome import Outcome
 from gpuroute.core.retry_after import parse_retry_after, parse_retry_after_ms
 from gpuroute.engines.answers import judge
@@ -173,6 +174,11 @@ class Trip:
             content=Sending(out.body, self.attempt, self.settled.clock),
             extensions=out.extensions,
         )
+
+    def connected(self, seconds: float) -> None:
+        """A new connection took so long: the handshake of TCP is one round trip, that of TLS 1.3 another."""
+        self.connect_s = seconds
+        learn_round_trip(self.attempt.state, seconds / (2 if self.link.origin.scheme == b"https" else 1))
 
     def connect_timeout(self) -> float | None:
         """Seconds for one connect: short while another endpoint could be tried instead, never beyond the deadline."""
