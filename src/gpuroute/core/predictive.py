@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from gpuroute.core.state import EndpointState
 
 INF = float("inf")
-EXPLORE = 0.02  # share of calls that go to a candidate that is not the cheapest
+EXPLORE = 0.01  # share of calls that go to a candidate that is not the cheapest
 FORGET = 0.998  # per sample: 500 of them are remembered
 FLOOR_S = 0.05  # errors are relative to the prediction and this
 OUTLIER = 3.0  # an error counts for at most so many times the usual one
@@ -82,7 +82,8 @@ class Model:
 
 
 class Predictive(Soonest):
-    """Two random endpoints (four where agents can be asked), the sooner one by the learned prediction."""
+    """Two random endpoints and four that were calm lately (four random ones where agents can be asked): the soonest one
+    by the learned prediction."""
 
     def __init__(self, kit: Kit) -> None:
         super().__init__(kit, homes=False)
@@ -93,8 +94,8 @@ class Predictive(Soonest):
         best = super().pick(ask, tried)
         return self._explored(best, ask, tried) if self._kit.random() < EXPLORE else best
 
-    def cost(self, state: EndpointState, ask: Ask) -> float:
-        seconds = super().cost(state, ask)
+    def _price(self, state: EndpointState, ask: Ask, why: str) -> float:
+        seconds = super()._price(state, ask, why)
         model = state.pool.speeds.models.get(cohort_of(state))
         if model is None:
             return seconds
@@ -113,8 +114,7 @@ class Predictive(Soonest):
         A constant; the own prompt; the wait by its bid, its last report or its last first token; own work since then;
         own calls in flight; the prompt again times the KV cache in use.
         """
-        speeds = state.pool.speeds
-        rate = shrunk(state.speed, speeds.cohort(state.endpoint))
+        rate = shrunk(state.speed, state.cohort)
         prompt = self.uncached(state, ask) * rate
         bid = ask.bids.get(state.id)
         if bid is not None:
@@ -143,7 +143,7 @@ class Predictive(Soonest):
         return since, mean if queue is None else queue.expected(ask.now, mean), 0.0, 0.0
 
     def _explored(self, best: EndpointState | None, ask: Ask, tried: Container[EndpointState]) -> EndpointState | None:
-        for state in self.candidates(ask):
+        for state in reversed(self.candidates(ask)):  # the random ones come last
             if state is not best and state.admitted and not state.troubled and state not in tried:
                 return state
         return best
