@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +13,15 @@ import pytest
 
 from gpuroute.cli import chaos
 from gpuroute.cli.chaos.callers import Seen
+from gpuroute.cli.chaos.footprint import Footprints, Sample
+from gpuroute.cli.chaos.notes import Notes
 from gpuroute.cli.chaos.verdict import Verdict
 from gpuroute.core.signals import Signals
 from gpuroute.testing import answer
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from gpuroute.cli.chaos.script import Happened
 
 
@@ -40,17 +45,30 @@ def test_a_small_run_with_continuation() -> None:
     assert "the script itself failed" not in told
 
 
-def verdict(*seen: Seen, outage: tuple[float, float] | None = None, wire: Any = (), **signals: int) -> Verdict:
+def noted(*notes: Any) -> Notes[Any]:
+    kept: Notes[Any] = Notes()
+    for note in notes:
+        kept.add(note)
+    return kept
+
+
+def verdict(
+    *seen: Seen,
+    outage: tuple[float, float] | None = None,
+    wire: Any = (),
+    footprints: Footprints | None = None,
+    **signals: int,
+) -> Verdict:
     pool = SimpleNamespace(
         shared=SimpleNamespace(signals=Signals(**signals), in_flight=()), snapshot=SimpleNamespace(states=())
     )
-    crowd = SimpleNamespace(seen=list(seen), lag_s=0.0, lag_at=lambda moment: 0.0, has_openai=True)
+    crowd = SimpleNamespace(notes=noted(*seen), lag_s=0.0, lag_at=lambda moment: 0.0, has_openai=True)
     happened: list[Happened] = []
-    script = SimpleNamespace(happened=happened, outage=outage, calm_until=5.0, thaws=[])
-    server = SimpleNamespace(endpoint=SimpleNamespace(id="gpu-0"), wire=[{"wire": wire}] if wire else [])
-    fleet = SimpleNamespace(pool="p", servers=[server])
+    script = SimpleNamespace(happened=happened, outage=outage, calm_until=5.0, thaws=[], footprints=footprints)
+    fleet = SimpleNamespace(pool="p", wire=noted(*([("gpu-0", {"wire": wire})] if wire else [])))
     router = SimpleNamespace(pool=lambda name: pool)
-    return Verdict(crowd, script, fleet, router, continuation=False)  # type: ignore[arg-type]
+    soak = footprints is not None
+    return Verdict(crowd, script, fleet, router, continuation=False, soak=soak)  # type: ignore[arg-type]
 
 
 def seen(**fields: Any) -> Seen:
@@ -84,6 +102,36 @@ def test_an_outage_of_everybody_is_judged_by_its_end() -> None:
     assert (found["recovery_s"], found["caller_failures"]) == (0.7, 0)
     calls[30] = seen(began=13.0, ended=13.1, error="refused")
     assert verdict(*calls, outage=(5.0, 10.0)).counts()["recovery_s"] == 99.0
+
+
+def footprints(memory: Callable[[int], float], files: Callable[[int], int] = lambda n: 30) -> Footprints:
+    found = Footprints()
+    found.samples = [Sample(5.0 * n, memory(n), files(n)) for n in range(120)]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("grown", "missed"),
+    [
+        (footprints(lambda n: 100.0 + min(n, 30)), []),  # it warms up, and then stands still
+        (footprints(lambda n: 100.0 + 5 * (n % 7 == 0)), []),  # a bubble is no leak
+        (footprints(lambda n: 100.0 + n / 20), ["memory grew by 2.7% after the warm-up, may be 2%"]),
+        (footprints(lambda n: 100.0, lambda n: 30 + n // 10), ["open files grew by 6, may be 4"]),
+        (Footprints(), ["memory and open files could not be judged: too short a run, or no /proc"]),
+    ],
+)
+def test_a_soak_tells_a_leak_from_a_warm_up(grown: Footprints, missed: list[str]) -> None:
+    assert verdict(seen(), footprints=grown).missed() == missed
+
+
+def test_footprints_are_of_this_process() -> None:
+    found = Footprints()
+    found.take()
+    assert found.growth() is None
+    if Path("/proc/self/statm").exists():
+        assert found.samples[0].memory > 10
+        assert found.samples[0].files >= 3
+        assert "MiB" in found.series()
 
 
 @pytest.mark.parametrize("arguments", [["--servers=2"], ["--minutes=0"], ["--only=earthquake"]])

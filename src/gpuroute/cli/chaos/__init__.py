@@ -26,6 +26,8 @@ KEYS = (
     "calls", "caller_failures", "interrupted", "doubled_after_first_byte", "lost_events", "duplicated_events",
     "residual_in_flight", "beyond_deadline", "retries", "hedges", "recovery_s",
 )  # fmt: skip
+SOAK_PROMPTS = 500
+"""Different prompts of a soak: what a router remembers of prompts is bounded (100,000 places), but not full so soon."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -41,6 +43,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--continuation", action="store_true", help="continue cut streams on another endpoint")
     parser.add_argument("--hedge", action="store_true", help="overtake late first bytes")
     parser.add_argument("--no-etcd", action="store_true", help="a file as registry, even if there is an etcd program")
+    parser.add_argument(
+        "--soak", action="store_true", help="judge this process's memory and open files too (bar: 2 %%; 10 minutes tell)"
+    )
     parser.add_argument("--only", action="append", metavar="FAULT", help="only these faults (repeatable)")
     parser.add_argument("--json", action="store_true", help="print the counts as one JSON object, the rest on stderr")
 
@@ -60,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         print(line, file=out)
     if args.json:
         counts = verdict.counts()
-        print(json.dumps({key: counts[key] for key in KEYS}))
+        print(json.dumps({key: counts[key] for key in KEYS} | (verdict.kept() if args.soak else {})))
     return 1 if verdict.missed() else 0
 
 
@@ -81,10 +86,13 @@ async def _run(args: argparse.Namespace, say: object) -> Verdict:
         await fleet.start()
         settings = fleet.settings(args.policy, continuation=args.continuation, hedge=args.hedge)
         router = stack.enter_context(Router(settings=settings, random=random.Random(args.seed).random))
-        crowd = Crowd(router, fleet.pool, args.callers, random.Random(args.seed), think_s=args.think)
+        prompts = SOAK_PROMPTS if args.soak else 0
+        chance = random.Random(args.seed)
+        crowd = Crowd(router, fleet.pool, args.callers, chance, think_s=args.think, prompts=prompts)
+        stack.callback(crowd.notes.close)
         script = Script(fleet, router, random.Random(args.seed), args.minutes * 60, args.only, say)
         await crowd.start(stack)
         await script.play()
         await crowd.stop()
         await fleet.harvest_all()
-        return Verdict(crowd, script, fleet, router, continuation=args.continuation)
+        return Verdict(crowd, script, fleet, router, continuation=args.continuation, soak=args.soak)

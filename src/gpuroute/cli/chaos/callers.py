@@ -12,6 +12,8 @@ from gpuroute.errors import StreamInterrupted
 from gpuroute.testing import answer
 from gpuroute.testing.text import TOKEN_BYTES, render_chat
 
+from .notes import Notes
+
 if TYPE_CHECKING:
     from contextlib import AsyncExitStack
     from random import Random
@@ -46,15 +48,17 @@ class Seen:
             common += TOKEN_BYTES
         self.lost = 0 if self.error else max(0, (len(expected) - len(got)) // TOKEN_BYTES)
         self.wrong = max(0, len(got) - common) // TOKEN_BYTES
-        self.text = self.expected = ""  # thousands of them would look like a leak
+        self.text = self.expected = ""
         self.ended = now
 
 
 class Crowd:
     """`callers` tasks in a closed loop, half of them with the OpenAI SDK if it is installed."""
 
-    def __init__(self, router: Router, pool: str, callers: int, random: Random, *, think_s: float) -> None:
-        self.seen: list[Seen] = []
+    def __init__(
+        self, router: Router, pool: str, callers: int, random: Random, *, think_s: float, prompts: int = 0
+    ) -> None:
+        self.notes: Notes[Seen] = Notes()
         self._lags: list[tuple[float, float]] = []
         self.has_openai = False
         self._router = router
@@ -62,6 +66,7 @@ class Crowd:
         self._callers = callers
         self._random = random
         self._think_s = think_s
+        self._prompts = prompts  # that many different ones; 0: no two alike
         self._going = True
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -100,7 +105,13 @@ class Crowd:
 
     async def _call(self, way: _Way, ident: str) -> None:
         random = self._random
-        prompt = f"{ident} {_FILLER[: random.randrange(40, 3_000)]}"
+        size = random.randrange(40, 3_000)
+        if self._prompts:
+            number = random.randrange(self._prompts)
+            ident_of_prompt, size = f"again {number}", 40 + number * 2_960 // self._prompts
+        else:
+            ident_of_prompt = ident
+        prompt = f"{ident_of_prompt} {_FILLER[:size]}"
         tokens = random.randrange(8, 40)
         began, timeout = time.monotonic(), random.choice(DEADLINES_S)
         seen = Seen(ident, began, timeout, answer(way.rendered(prompt), tokens))
@@ -114,7 +125,7 @@ class Crowd:
             notes = [note for cause in causes for note in getattr(cause, "__notes__", ())]
             seen.error += f" [{notes[-1]}]" if notes else ""
         seen.end(time.monotonic())
-        self.seen.append(seen)
+        self.notes.add(seen)
 
     async def _watch_lag(self) -> None:
         """How late this very process was: what it measures of others cannot be better."""

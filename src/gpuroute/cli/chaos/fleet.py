@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from gpuroute.cli.demo.books import EtcdBook, FileBook
@@ -14,6 +14,7 @@ from gpuroute.core.endpoint import Endpoint, State
 from gpuroute.testing import GpuServer
 
 from .etcd import Cluster, program
+from .notes import Notes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,14 +29,13 @@ TIME_SCALE = 0.3
 
 @dataclass
 class Server:
-    """One stand-in. `broken` names the fault it suffers now; `wire` is what reached its earlier processes."""
+    """One stand-in. `broken` names the fault it suffers now."""
 
     endpoint: Endpoint
     process: GpuProcess
     options: dict[str, Any]
     broken: str = ""
     gone: bool = False
-    wire: list[dict[str, Any]] = field(default_factory=list)
 
 
 class ChaosFleet:
@@ -44,16 +44,27 @@ class ChaosFleet:
     def __init__(self, count: int, *, etcd: bool, say: Callable[[str], None]) -> None:
         self.cluster = Cluster() if etcd and program("etcd") and program("etcdctl") else None
         self.servers: list[Server] = []
+        self.wire: Notes[tuple[str, dict[str, Any]]] = Notes()  # endpoint, and what reached one process of it
         self._count = count
         self._say = say
         self._book: Book | None = None
-        self._holes: list[tuple[str, list[socket.socket]]] = []
+        self._holes: dict[str, list[socket.socket]] = {}
 
     @property
     def pool(self) -> str:
         """The pool's name."""
         assert self._book is not None
         return self._book.pool
+
+    @property
+    def size(self) -> int:
+        """How many are there, well or not."""
+        return sum(not server.gone for server in self.servers)
+
+    @property
+    def most(self) -> int:
+        """How many there may be."""
+        return self._count + max(2, self._count // 4)
 
     @property
     def healthy(self) -> list[Server]:
@@ -117,11 +128,14 @@ class ChaosFleet:
         server.process.terminate()
         await asyncio.sleep(3)
         await self.remove(server.endpoint.id)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.to_thread(server.process.wait, 10)
+        await asyncio.to_thread(server.process.stop)  # its pipes too
 
     async def harvest(self, server: Server) -> None:
         """Keep what reached a server."""
         with contextlib.suppress(ConnectionError, TimeoutError):
-            server.wire.append(await asyncio.to_thread(server.process.state))
+            self.wire.add((server.endpoint.id, await asyncio.to_thread(server.process.state)))
 
     async def harvest_all(self) -> None:
         """Keep what reached all that still run."""
@@ -141,17 +155,15 @@ class ChaosFleet:
             filler.connect_ex(listening.getsockname())
             fillers.append(filler)
         ident = f"hole-{time.monotonic_ns()}"
-        self._holes.append((ident, [listening, *fillers]))
+        self._holes[ident] = [listening, *fillers]
         await self.put(Endpoint(ident, f"http://127.0.0.1:{listening.getsockname()[1]}", engine="vllm", model="chaos"))
         return ident
 
     async def fill_hole(self, ident: str) -> None:
         """The record goes, and its sockets."""
         await self.remove(ident)
-        for name, sockets in self._holes:
-            if name == ident:
-                for one in sockets:
-                    one.close()
+        for one in self._holes.pop(ident):
+            one.close()
 
     def settings(self, policy: str, *, continuation: bool, hedge: bool) -> Settings:
         """Defaults but for what was asked."""
@@ -164,9 +176,9 @@ class ChaosFleet:
             with contextlib.suppress(ProcessLookupError):
                 server.process.thaw()
             server.process.stop()
-        for _, sockets in self._holes:
-            for one in sockets:
-                one.close()
+        for one in [one for sockets in self._holes.values() for one in sockets]:
+            one.close()
+        self.wire.close()
         if self.cluster is not None:
             await asyncio.to_thread(self.cluster.stop)  # the leases go with it
         elif self._book is not None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from .footprint import Footprints
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -29,15 +29,6 @@ FAULTS = (
 OF_ETCD = frozenset({"leader", "quorum", "compact"})
 SILENT = frozenset({"freeze", "hang"})
 SECONDS = {"kill": 4.0, "freeze": 6.0, "slow": 6.0, "error": 4.0, "busy": 4.0, "reset": 4.0, "cut": 4.0, "hang": 6.0}
-
-
-def footprint() -> tuple[float, int]:
-    """This process's memory in MiB and its open files; zeros where /proc does not tell."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE") / 2**20, len(list(Path("/proc/self/fd").iterdir()))
-    except OSError:
-        return 0.0, 0
 
 
 @dataclass
@@ -65,9 +56,9 @@ class Script:
     happened: list[Happened] = field(default_factory=list)
     outage: tuple[float, float] | None = None
     calm_until: float = 0.0
-    footprint: list[tuple[float, int]] = field(default_factory=list)
+    footprints: Footprints = field(default_factory=Footprints)
     thaws: list[tuple[str, float]] = field(default_factory=list)
-    _tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _started: float = 0.0
     _etcd: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -82,7 +73,7 @@ class Script:
         kinds = [kind for kind in kinds if kind != "outage"]
         await asyncio.sleep(CALM_S * pace)
         self.calm_until = time.monotonic()
-        self.footprint = [footprint()]
+        footprints = asyncio.create_task(self.footprints.watch())
         ends = self.calm_until + self.seconds - (OUTAGE_S * with_outage + AFTER_S * pace * (1 + with_outage))
         while kinds and time.monotonic() < ends:
             for kind in self.random.sample(kinds, len(kinds)):
@@ -95,7 +86,8 @@ class Script:
         if with_outage:
             await self._everybody_gone()
             await asyncio.sleep(AFTER_S * pace)
-        self.footprint.append(footprint())
+        footprints.cancel()
+        self.footprints.take()
 
     def _begin(self, kind: str) -> None:
         fleet = self.fleet
@@ -107,7 +99,9 @@ class Script:
             action = self._drain(server) if kind == "drain" else self._break(kind, server)
         else:
             action = getattr(self, f"_{kind}")()
-        self._tasks.append(asyncio.create_task(self._quietly(action)))
+        task = asyncio.create_task(self._quietly(action))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _quietly(self, action: Awaitable[None]) -> None:
         try:
@@ -186,6 +180,8 @@ class Script:
         await self.fleet.drain(server)
 
     async def _join(self) -> None:
+        if self.fleet.size >= self.fleet.most:
+            return  # a long run must not start more and more processes
         server = await self.fleet.join()
         self._note("join", server.endpoint.id)
 

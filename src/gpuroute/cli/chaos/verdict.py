@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 GRACE_S = 0.1
 THAW_S = 1.0
+GROWTH = 0.02
+FILES = 4
 STEADY = 20
 """That many calls in a row must end well for an outage to be over."""
 
@@ -23,20 +25,31 @@ STEADY = 20
 class Verdict:
     """All counts of one run; read when everything has ended."""
 
-    def __init__(self, crowd: Crowd, script: Script, fleet: ChaosFleet, router: Router, *, continuation: bool) -> None:
+    def __init__(
+        self,
+        crowd: Crowd,
+        script: Script,
+        fleet: ChaosFleet,
+        router: Router,
+        *,
+        continuation: bool,
+        soak: bool = False,
+    ) -> None:
         self._crowd = crowd
         self._script = script
-        self._fleet = fleet
         self._continuation = continuation
+        self._soak = soak
+        self._seen = crowd.notes.read()
+        self._wire = fleet.wire.read()
         pool = router.pool(fleet.pool)
         self._signals = pool.shared.signals.as_dict()
         self._residual = sum(len(state.in_flight) for state in pool.snapshot.states) + len(pool.shared.in_flight)
-        self._failed = [seen for seen in crowd.seen if seen.error and not seen.interrupted]
+        self._failed = [seen for seen in self._seen if seen.error and not seen.interrupted]
         self._noticed = [seen for seen in self._failed if not self._in_outage(seen)]
 
     def counts(self) -> dict[str, Any]:
         """The counts, by the names that are documented."""
-        seen, signals = self._crowd.seen, self._signals
+        seen, signals = self._seen, self._signals
         return {
             "calls": len(seen),
             "caller_failures": len(self._noticed),
@@ -53,7 +66,7 @@ class Verdict:
 
     def missed(self) -> list[str]:
         """The bars that were not met."""
-        counts, calls = self.counts(), max(1, len(self._crowd.seen))
+        counts, calls = self.counts(), max(1, len(self._seen))
         normal = self._normal_p99()
         found = [f"{name} is {counts[name]}, must be 0" for name in _ZEROES if counts[name]]
         if self._continuation and counts["interrupted"]:
@@ -66,11 +79,26 @@ class Verdict:
         found += [f"{one.target} got {one.share:.1%} of attempts after 2 s, may be 5 %" for one in greedy]
         late = [one for one in self._script.happened if one.kind in SILENT and (one.out_s or 0) > 2 * normal]
         found += [f"{one.kind} {one.target} out after {one.out_s} s, may be {2 * normal:.2f}" for one in late]
-        return found
+        return [*found, *self._grown()] if self._soak else found
+
+    def kept(self) -> dict[str, Any]:
+        """How memory and open files of this process grew after its warm-up."""
+        growth = self._script.footprints.growth()
+        return {
+            "memory_growth": None if growth is None else round(growth[0], 4),
+            "files_growth": None if growth is None else growth[1],
+        }
+
+    def _grown(self) -> list[str]:
+        growth = self._script.footprints.growth()
+        if growth is None:
+            return ["memory and open files could not be judged: too short a run, or no /proc"]
+        found = [f"memory grew by {growth[0]:.1%} after the warm-up, may be {GROWTH:.0%}"] if growth[0] >= GROWTH else []
+        return found + ([f"open files grew by {growth[1]}, may be {FILES}"] if growth[1] > FILES else [])
 
     def lines(self) -> list[str]:
         """For people."""
-        counts, seen = self.counts(), self._crowd.seen
+        counts, seen = self.counts(), self._seen
         lines = ["", *(f"{name:26} {value}" for name, value in counts.items()), ""]
         silent = [one.out_s for one in self._script.happened if one.kind in SILENT and one.out_s is not None]
         outage = [one for one in self._failed if self._in_outage(one)]
@@ -78,7 +106,6 @@ class Verdict:
         kinds = Counter(one.kind for one in self._script.happened)
         outs = ", ".join(f"{one:.2f}" for one in sorted(silent)) or "never"
         shares = [f"{one.share:.1%}" for one in self._script.happened if one.share is not None]
-        footprints = ", ".join(f"{memory:.0f} MiB {files}" for memory, files in self._script.footprint)
         sdk = "" if self._crowd.has_openai else "; openai is not installed, so all callers used httpx2"
         lines += [
             f"faults: {', '.join(f'{count} {kind}' for kind, count in sorted(kinds.items()))}",
@@ -87,7 +114,8 @@ class Verdict:
             f"in the outage of everybody: {len(outage)} calls failed, the slowest after {worst:.2f} s",
             f"signals: {', '.join(f'{name} {value}' for name, value in self._signals.items() if value)}",
             f"the callers' own process stood still for up to {self._crowd.lag_s * 1e3:.0f} ms{sdk}",
-            f"memory and open files of this process, at the first fault and at the end: {footprints}",
+            f"memory and open files of this process: {self._script.footprints.series()}",
+            f"growth after the warm-up: {self.kept()}",
             f"calls that ended late, if that is not allowed for: {sum(self._is_late(one, 0.0) for one in seen)}",
         ]
         told = [*self._noticed, *(one for one in seen if one.interrupted and self._continuation)]
@@ -107,16 +135,15 @@ class Verdict:
 
     def _doubled(self) -> int:
         """Calls that reached a server after their first byte had reached the caller, other than to continue."""
-        firsts = {one.ident: one.first for one in self._crowd.seen if one.first is not None}
+        firsts = {one.ident: one.first for one in self._seen if one.first is not None}
         arrivals: Counter[str] = Counter()
-        for server in self._fleet.servers:
-            thaws = [at for ident, at in self._script.thaws if ident == server.endpoint.id]
-            for state in server.wire:
-                for ident, rows in state["wire"].items():
-                    first = firsts.get(ident, float("inf"))
-                    late = [row[0] for row in rows if row[0] > first and not self._lost_race(row)]
-                    # A frozen server reads what was sent before, and given up since, when it thaws.
-                    arrivals[ident] += sum(not any(at <= moment <= at + THAW_S for at in thaws) for moment in late)
+        for server, state in self._wire:
+            thaws = [at for target, at in self._script.thaws if target == server]
+            for ident, rows in state["wire"].items():
+                first = firsts.get(ident, float("inf"))
+                late = [row[0] for row in rows if row[0] > first and not self._lost_race(row)]
+                # A frozen server reads what was sent before, and given up since, when it thaws.
+                arrivals[ident] += sum(not any(at <= moment <= at + THAW_S for at in thaws) for moment in late)
         return max(0, sum(arrivals.values()) - self._signals["continuations"])
 
     def _lost_race(self, row: list[Any]) -> bool:
@@ -128,7 +155,7 @@ class Verdict:
         if self._script.outage is None:
             return None
         back = self._script.outage[1]
-        later = sorted((one for one in self._crowd.seen if one.began >= back), key=lambda one: one.began)
+        later = sorted((one for one in self._seen if one.began >= back), key=lambda one: one.began)
         last = max((n for n, one in enumerate(later) if one.error), default=-1)
         if len(later) - 1 - last < STEADY:
             return 99.0
@@ -136,7 +163,7 @@ class Verdict:
 
     def _normal_p99(self) -> float:
         """Of the calls before the first fault."""
-        times = sorted(one.ended - one.began for one in self._crowd.seen if one.ended <= self._script.calm_until)
+        times = sorted(one.ended - one.began for one in self._seen if one.ended <= self._script.calm_until)
         return times[int(0.99 * (len(times) - 1))] if times else 0.0
 
 
