@@ -17,6 +17,7 @@ import pytest
 
 from gpuroute import Endpoint, Outcome, Router, Settings
 from gpuroute.core.call import Call
+from gpuroute.core.candidates import Ask
 from gpuroute.core.endpoint import State
 from gpuroute.core.fleet import Fleet, PoolConfig, PoolSpec
 from gpuroute.core.subset import Seat, subset
@@ -662,6 +663,21 @@ def test_a_subset_is_what_the_pool_consists_of() -> None:
         assert len(mine - visible(router)) <= 2
         assert registry.seats == 1
     assert registry.seats == 0
+
+
+def test_health_checks_and_asks_see_the_subset_only() -> None:
+    from gpuroute.transports.health import Checker
+
+    registry = SeatingRegistry({"llm": named(*FLEET, agent="udp://127.0.0.1:9")})
+    with make(registry, subset=20, policy="auto") as router:
+        router.ready()
+        registry.sit(Seat(7, 40))
+        checker = Checker()
+        checker._routers.add(router)
+        mine = set(subset(FLEET, 7, 20))
+        assert {state.id for *_, state in checker._endpoints()} == mine
+        picker = router.pool("llm").snapshot.picker
+        assert {state.id for _ in range(50) for state in picker.candidates(Ask())} <= mine  # whom an asker would ask
 
 
 def test_state_survives_when_the_subset_moves_away_and_back_and_nobody_is_taken_for_cold() -> None:

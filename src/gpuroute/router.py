@@ -402,20 +402,21 @@ class Router:
         Raises UnknownPool (which lists the names), ConfigError (nobody in it speaks that), RouterClosed,
         RegistryUnavailable.
         """
-        found = self._pools[protocol].get(name) if protocol in self._pools else None
-        if found is not None and self._started and not self._closed:
-            return found
-        self.start()
-        found = self._pools[protocol].get(name) if protocol in self._pools else None
+        try:
+            found = self._pools[protocol].get(name)
+            if found is not None and self._started and not self._closed:
+                return found
+            self.start()
+            found = self._pools[protocol].get(name)
+        except KeyError:
+            raise ConfigError(f"protocol {protocol!r}: expected one of {', '.join(PROTOCOLS)}") from None
         if found is not None:
             return found
         if not self._ready.is_set():
             raise self._no_view()
-        raise self._no_pool(name, protocol)
+        raise self._no_pool(name)
 
-    def _no_pool(self, name: str, protocol: str | None) -> ConfigError | UnknownPool:
-        if protocol not in self._pools:
-            return ConfigError(f"protocol {protocol!r}: expected one of {', '.join(PROTOCOLS)}")
+    def _no_pool(self, name: str) -> ConfigError | UnknownPool:
         known = ", ".join(sorted(self._parts)) or "none"
         if name in self._parts:
             return ConfigError(
