@@ -26,7 +26,7 @@ __all__ = ["unwrap", "wrap"]
 C = TypeVar("C")
 ACCEPTED = (
     "httpx2.Client, httpx2.AsyncClient, httpx.Client, httpx.AsyncClient, an openai or anthropic client, "
-    "a tritonclient.grpc client, or a generated gRPC stub"
+    "a tritonclient client, or a generated gRPC stub"
 )
 
 _sdk_retries: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
@@ -44,7 +44,7 @@ def wrap(client: C, router: Router | str | None = None, *, pool: str | None = No
         router, pool = None, router
     if (grpc := _grpc_for(client)) is not None:
         if pool is None:
-            raise ConfigError("a gRPC client has no host that could name its pool: give wrap(..., pool=NAME)")
+            raise ConfigError("a gRPC or Triton client has no host that could name its pool: give wrap(..., pool=NAME)")
         return cast("C", grpc.attach(client, router or _shared_router(), pool))
     inner = _inner(client)
     _route(inner, router, pool, passthrough)
@@ -69,7 +69,10 @@ def unwrap(client: C) -> C:
 
 
 def _grpc_for(client: Any) -> Any:
-    """`gpuroute.grpc.attach`, if this is a generated gRPC stub or a Triton client; grpc is loaded then already."""
+    """`gpuroute.grpc.attach`, if this is a generated gRPC stub or a Triton client; grpc is loaded then already.
+    For Triton's HTTP clients, its twin."""
+    if any(base.__module__.startswith("tritonclient.http") for base in type(client).__mro__):
+        return import_module("gpuroute.transports.triton_http")
     attach = import_module("gpuroute.grpc.attach") if "grpc" in sys.modules else None
     return attach if attach is not None and attach.is_client(client) else None
 

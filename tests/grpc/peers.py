@@ -31,10 +31,11 @@ def free_ports(count: int) -> list[int]:
 
 
 class Peer:
-    """One server. `url` is its gRPC registry URL."""
+    """One server. `url` is its gRPC registry URL, `http_url` the other one, if it speaks HTTP too."""
 
-    def __init__(self, command: list[str], grpc_port: int, env: dict[str, str], log: Path) -> None:
+    def __init__(self, command: list[str], grpc_port: int, env: dict[str, str], log: Path, http_port: int = 0) -> None:
         self.url = f"grpc://127.0.0.1:{grpc_port}"
+        self.http_url = f"http://127.0.0.1:{http_port}"
         self.port = grpc_port
         self.log = log
         with log.open("wb") as output:
@@ -86,7 +87,7 @@ def mlserver(name: str, directory: Path) -> Peer:
         "SERVER_NAME": name,
         "PYTHONPATH": str(models),
     }
-    return Peer([str(program), "start", str(models)], grpc_port, env, directory / f"{name}.log")
+    return Peer([str(program), "start", str(models)], grpc_port, env, directory / f"{name}.log", http)
 
 
 def triton(name: str, directory: Path) -> Peer:
@@ -100,13 +101,14 @@ def triton(name: str, directory: Path) -> Peer:
     backend = directory / name / "backends" / "python"
     shutil.copytree(server / "backends" / "python", backend)
     shutil.copy(server / "python_backend_stubs" / "3.11" / "triton_python_backend_stub", backend)
-    grpc_port, metrics = free_ports(2)
+    http, grpc_port, metrics = free_ports(3)
     command = [
         str(server / "bin" / "tritonserver"),
         f"--model-repository={HERE / 'triton_models'}",
         f"--backend-directory={backend.parent}",
         f"--cache-directory={server / 'caches'}",
-        "--allow-http=false",
+        "--http-address=127.0.0.1",
+        f"--http-port={http}",
         "--grpc-address=127.0.0.1",
         f"--grpc-port={grpc_port}",
         f"--metrics-port={metrics}",
@@ -117,7 +119,7 @@ def triton(name: str, directory: Path) -> Peer:
         "PYTHONPATH": site,
         "PATH": f"{python.parent}:{os.environ['PATH']}",
     }
-    return Peer(command, grpc_port, env, directory / f"{name}.log")
+    return Peer(command, grpc_port, env, directory / f"{name}.log", http)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 np = pytest.importorskip("numpy", reason="tritonclient needs numpy")
 client = pytest.importorskip("tritonclient.grpc", reason="the package tritonclient[grpc] is not installed")
 aio_client = pytest.importorskip("tritonclient.grpc.aio")
+http_client = pytest.importorskip("tritonclient.http", reason="the package tritonclient[http] is not installed")
+aio_http_client = pytest.importorskip("tritonclient.http.aio")
 
 pytestmark = pytest.mark.real
 
@@ -171,6 +173,42 @@ def test_a_draining_server_costs_no_call(servers: list[Peer], tmp_path: Path) ->
         extra.stop()
 
 
+JSON = {"Content-Type": "application/json"}  # without it aiohttp says octet-stream, which MLServer refuses
+
+
+def http_text(value: bytes) -> dict[str, Any]:
+    """In JSON: MLServer knows no binary tensors."""
+    tensor = http_client.InferInput("text_input", [1], "BYTES")
+    tensor.set_data_from_numpy(np.array([value], dtype=object), binary_data=False)
+    wanted = [http_client.InferRequestedOutput(name, binary_data=False) for name in ("text_input", "server")]
+    return {"inputs": [tensor], "outputs": wanted}
+
+
+def test_the_http_client(servers: list[Peer]) -> None:
+    router = router_of(*(peer.http_url for peer in servers), policy="round_robin")
+    routed = gpuroute.wrap(http_client.InferenceServerClient("127.0.0.1:1", concurrency=4), router, pool="p")
+    assert routed.is_model_ready("echo")
+    results = [routed.async_infer("echo", **http_text(b"hello %d" % n)) for n in range(8)]
+    answers = [result.get_result() for result in results]
+    assert [str(answer.as_numpy("text_input")[0]) for answer in answers] == [f"hello {n}" for n in range(8)]
+    assert {str(answer.as_numpy("server")[0]) for answer in answers} == {"m0", "m1"}
+    assert drained(router)
+    routed.close()
+
+
+def test_the_asyncio_http_client(servers: list[Peer]) -> None:
+    router = router_of(*(peer.http_url for peer in servers), policy="round_robin")
+
+    async def run() -> set[str]:
+        async with aio_http_client.InferenceServerClient("127.0.0.1:1") as routed:
+            gpuroute.triton.attach(routed, router, "p")
+            answers = await asyncio.gather(*(routed.infer("echo", headers=JSON, **http_text(b"x")) for _ in range(8)))
+            return {str(answer.as_numpy("server")[0]) for answer in answers}
+
+    assert asyncio.run(run()) == {"m0", "m1"}
+    assert drained(router)
+
+
 def test_probes(servers: list[Peer]) -> None:
     with gpuroute.grpc.channel(router_to(servers), "p") as channel:
         assert health.ask(channel, health.triton_ready())
@@ -201,6 +239,17 @@ def test_triton_infers_and_streams(tritons: list[Peer]) -> None:
     assert [result.as_numpy("text_output")[0] for result, _ in words] == [b"the", b"sky", b"is", b"blue"]
     routed.stop_stream()
     assert drained(router)
+    routed.close()
+
+
+def test_triton_over_http(tritons: list[Peer]) -> None:
+    router = router_of(*(peer.http_url for peer in tritons), policy="round_robin")
+    routed = gpuroute.wrap(http_client.InferenceServerClient("127.0.0.1:1", concurrency=4), router, pool="p")
+    tensor = http_client.InferInput("x", [1, 4], "FP32")
+    tensor.set_data_from_numpy(np.arange(4, dtype=np.float32).reshape(1, 4))
+    requests = [routed.async_infer("echo", [tensor]) for _ in range(8)]
+    assert [request.get_result().as_numpy("y").tolist() for request in requests] == [[[0, 2, 4, 6]]] * 8
+    assert {view.served for view in router.snapshot().pools["p"].endpoints} == {4}
     routed.close()
 
 

@@ -18,7 +18,7 @@ from gpuroute.core.endpoint import Endpoint
 from gpuroute.testing import FakeRegistry
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 SERVICE = "test.Service"
 
@@ -193,12 +193,23 @@ def in_flight(router: gpuroute.Router) -> int:
     return sum(view.in_flight for view in pools["p"].endpoints) if pools else 0
 
 
-def drained(router: gpuroute.Router, within: float = 5.0) -> bool:
-    """True once nothing is in flight; False if that does not come true."""
+PATIENCE_S = 30.0
+"""How long what must happen may take: the machine may be ten times as busy as it has processors."""
+
+
+def soon(condition: Callable[[], Any], within: float = PATIENCE_S) -> bool:
+    """True once the condition holds; False if that does not come true."""
     until = time.monotonic() + within
-    while in_flight(router) and time.monotonic() < until:
+    while not condition():
+        if time.monotonic() > until:
+            return False
         time.sleep(0.005)
-    return in_flight(router) == 0
+    return True
+
+
+def drained(router: gpuroute.Router) -> bool:
+    """True once nothing is in flight; False if that does not come true."""
+    return soon(lambda: in_flight(router) == 0)
 
 
 # ------------------------------------------------------------------------------------------ one call, in every manner
