@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from gpuroute.core.candidates import Ask
 from gpuroute.core.endpoint import Endpoint, State
 from gpuroute.core.fleet import PoolSpec
-from gpuroute.core.locality import ROUND_TRIP_S, Locality, learn_round_trip, relocate, two_random
+from gpuroute.core.locality import ROUND_TRIP_S, Locality, learn_round_trip, random_few, relocate
 from gpuroute.core.outcome import Outcome
 from gpuroute.core.pool import Pool, PoolRules
+from gpuroute.core.report import Report
 from gpuroute.core.zones import Place, Zoned, spread
 
 COUNTING = [
@@ -245,12 +246,40 @@ def test_a_price_and_a_cold_start_of_an_endpoint_are_seconds_too() -> None:
     assert {state.id: state.away for state in pool.snapshot.states} == {"cold": 40.5, "warm": 0.0}
 
 
-def test_one_of_two_random_candidates_is_near() -> None:
-    pool = pool_in(Locality(region="eu"), fleet({"eu/a": 2, "us/b": 30}), "auto")
-    two = two_random(pool.snapshot.kit)
-    draws = [two(Ask()) for _ in range(200)]
-    assert all(any(state.id.startswith("eu") for state in draw) for draw in draws)
-    assert all(len(set(draw)) == len(draw) for draw in draws)
-    assert {state.id for draw in draws for state in draw} >= {"eu/a-0", "eu/a-1"}
-    assert sum(any(state.id.startswith("us") for state in draw) for draw in draws) > 150
-    kill(pool, "eu")
+def test_a_look_near_and_a_look_beyond() -> None:
+    pool = pool_in(Locality(region="eu"), fleet({"eu/a": 3, "us/b": 30}), "auto")
+    few = random_few(pool.snapshot.kit)
+    draws = [few(Ask()) for _ in range(200)]
+    assert all([state.id[:2] for state in draw] == ["eu", "eu", "us", "us"] for draw in draws)
+    assert all(len(set(draw)) == 4 for draw in draws)
+    assert {state.id for draw in draws for state in draw[:2]} == {"eu/a-0", "eu/a-1", "eu/a-2"}
+    assert len(random_few(pool_in(Locality(), fleet({"a": 3}), "auto").snapshot.kit)(Ask())) == 2
+
+
+@pytest.mark.parametrize("policy", ["auto", "predictive"])
+def test_seconds_keep_a_call_near_until_the_queue_there_is_longer_than_the_way(policy: str) -> None:
+    pool = pool_in(Locality(zone="a", region="eu"), fleet({"eu/a": 2, "us/b": 2}), policy)
+    # `predictive` explores with a few of its calls.
+    assert went(pool, asks=[Ask(tokens=100) for _ in range(400)])["eu/a"] >= 0.9
+    for state in pool.snapshot.states:
+        waiting = 50_000 if state.id.startswith("eu") else 0
+        state.report = Report(1.0, running=1, waiting=waiting // 1_000, queued_tokens=waiting)
+    asks = [Ask(tokens=100) for _ in range(400)]
+    for ask in asks:
+        ask.now = 1.0
+    assert went(pool, asks=asks)["us/b"] >= 0.9
+
+
+def test_what_the_way_takes_is_not_taken_for_a_slow_server() -> None:
+    pool = pool_in(Locality(region="eu"), fleet({"eu/a": 1, "us/b": 1}), "auto")
+    near, far = pool.snapshot.states
+    learn_round_trip(near, 0.0)
+    learn_round_trip(far, 0.2)
+    for state, seconds in ((near, 0.05), (far, 0.25)):
+        attempt = state.acquire(0.0, None, 500)
+        assert attempt is not None
+        attempt.uncached = 500
+        attempt.first_token(seconds)
+    assert near.speed is not None
+    assert far.speed is not None
+    assert far.speed.log == pytest.approx(near.speed.log, rel=0.02)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def learn_attempt(state: EndpointState, attempt: Attempt, now: float) -> None:
     """An attempt's first token: teaches what `learn_first_token` says, and how far the bid was true, if there was one."""
-    seconds = now - attempt.started
+    seconds = now - attempt.started - state.way  # the way there is known, and no work
     wait = learn_first_token(state, attempt.uncached, attempt.queued, seconds, now)
     if attempt.promised is None:
         learn_blind(state.pool.speeds, wait)

@@ -52,15 +52,21 @@ class Locality:
         region = (endpoint.region or self.region) if self.region else ""
         return region, endpoint.zone if self.zone else ""
 
-    def seconds(self, endpoint: Endpoint, round_trip: float | None) -> float:
-        """What a call there costs beside the work: the way, its price, the endpoint's own price, a cold start."""
-        own = endpoint.price + (endpoint.cold_start_s if endpoint.state is State.COLD else 0.0)
+    def way(self, endpoint: Endpoint, round_trip: float | None) -> float:
+        """Seconds to an endpoint and back: as measured, else as is usual. Nothing where no place is set."""
         if not self:
-            return own
+            return 0.0
+        return ROUND_TRIP_S[self._level(endpoint)] if round_trip is None else round_trip
+
+    def price(self, endpoint: Endpoint) -> float:
+        """What a call there costs beside work and way: for leaving, by the endpoint's record, for a cold start."""
+        cold = endpoint.cold_start_s if endpoint.state is State.COLD else 0.0
+        leaving = (0.0, self.zone_price, self.zone_price + self.region_price)[self._level(endpoint)] if self else 0.0
+        return leaving + endpoint.price + cold
+
+    def _level(self, endpoint: Endpoint) -> int:
         place = self.place_of(endpoint)
-        level = NEAR if place == self.place else OTHER_ZONE if place[0] == self.region else OTHER_REGION
-        way = ROUND_TRIP_S[level] if round_trip is None else round_trip
-        return own + way + (0.0, self.zone_price, self.zone_price + self.region_price)[level]
+        return NEAR if place == self.place else OTHER_ZONE if place[0] == self.region else OTHER_REGION
 
     def clients(self, places: Sequence[tuple[str, str]]) -> list[float]:
         """Shares of all clients that live in these places, the own one first. Endpoints of no zone are nobody's home."""
@@ -90,7 +96,9 @@ def relocate(pool: PoolState, states: Iterable[EndpointState], locality: Localit
 
 def measure(state: EndpointState) -> None:
     """Work out the seconds of the way to an endpoint again."""
-    state.away = state.pool.locality.seconds(state.endpoint, state.round_trip)
+    locality, endpoint = state.pool.locality, state.endpoint
+    state.way = locality.way(endpoint, state.round_trip)
+    state.away = state.way + locality.price(endpoint)
 
 
 def learn_round_trip(state: EndpointState, seconds: float) -> None:
@@ -101,26 +109,24 @@ def learn_round_trip(state: EndpointState, seconds: float) -> None:
         measure(state)
 
 
-class NearAndAny:
-    """Two candidates: one near, if that one is admitted, and one from anywhere. For policies that compare seconds."""
+class NearAndFar:
+    """Two candidates that are near and two from elsewhere: a choice among neighbours, and a look at what is beyond."""
 
-    __slots__ = ("_anywhere", "_near")
+    __slots__ = ("_far", "_near")
 
-    def __init__(self, near: Candidates, anywhere: Candidates) -> None:
+    def __init__(self, near: Candidates, far: Candidates) -> None:
         self._near = near
-        self._anywhere = anywhere
+        self._far = far
 
     def __call__(self, ask: Ask) -> Sequence[EndpointState]:
-        near, anywhere = self._near(ask)[0], self._anywhere(ask)
-        if not near.admitted:
-            return anywhere
-        other = anywhere[0] if anywhere[0] is not near else anywhere[-1]
-        return (near, other) if other is not near else (near,)
+        return (*self._near(ask), *self._far(ask))
 
 
-def two_random(kit: Kit) -> Candidates:
-    """The two random candidates of a policy that compares seconds: where far costs more, at least one of them is near."""
-    anywhere = TwoRandom(kit.states, kit.random)
+def random_few(kit: Kit) -> Candidates:
+    """The random candidates of a policy that compares seconds: two; two and two if there are some near and some far."""
     locality = kit.states[0].pool.locality if kit.states else NOWHERE
     near = [state for state in kit.states if locality.place_of(state.endpoint) == locality.place] if locality else []
-    return NearAndAny(TwoRandom(near, kit.random), anywhere) if 0 < len(near) < len(kit.states) else anywhere
+    if not 0 < len(near) < len(kit.states):
+        return TwoRandom(kit.states, kit.random)
+    far = [state for state in kit.states if locality.place_of(state.endpoint) != locality.place]
+    return NearAndFar(TwoRandom(near, kit.random), TwoRandom(far, kit.random))

@@ -123,7 +123,7 @@ class Soonest:
         if state.last_error_at is not None and state.troubled:
             seconds += rules.failure_s * math.exp(-(ask.now - state.last_error_at) / rules.failure_fade_s)
         # A ramp or a low weight makes waiting dearer; a home that is cheaper than free stays what it is.
-        return seconds * state.inverse_weight if seconds > 0 else seconds
+        return (seconds * state.inverse_weight if seconds > 0 else seconds) + state.away
 
     def _by_bid(self, state: EndpointState, ask: Ask, rate: float, bid: Report) -> float:
         """Seconds of waiting and prefill by the server's own word."""

@@ -8,12 +8,13 @@ from __future__ import annotations
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from gpuroute.core.candidates import Ask, TwoRandom
+from gpuroute.core.locality import random_few
 from gpuroute.core.prefix import BLOCK_TOKENS, DEPTHS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from gpuroute.core.candidates import Ask
     from gpuroute.core.pickers import Kit
     from gpuroute.core.ring import Ring
     from gpuroute.core.seconds import SecondsRules
@@ -30,12 +31,12 @@ SESSION_TOKENS = 2_048  # the same, of a caller who named a session because it m
 class Sources:
     """Immutable, of one snapshot. `asks`: some of its endpoints have agents."""
 
-    __slots__ = ("_calm", "_kit", "_ring", "_rungs", "_two", "asks")
+    __slots__ = ("_calm", "_few", "_kit", "_ring", "_rungs", "asks")
 
     def __init__(self, kit: Kit, rules: SecondsRules, ring: Ring | None) -> None:
         self._kit = kit
         self._ring = ring
-        self._two = TwoRandom(kit.states, kit.random)
+        self._few = random_few(kit)
         self.asks = any(state.endpoint.agent for state in kit.states[:SOME])
         self._rungs = rules.ask_rungs if self.asks else rules.blind_rungs
         self._calm = 0 if self.asks else rules.calm
@@ -55,7 +56,7 @@ class Sources:
         if self._calm and self._kit.states:
             self._draw_calm(found)
         for _ in range(1 if known or not asks else 2):  # four asks are enough for queues, more find prefixes
-            for state in self._two(ask):
+            for state in self._few(ask):
                 if len(found) < MOST or not asks:
                     found.setdefault(state, "random")
         return found

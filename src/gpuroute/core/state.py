@@ -16,6 +16,7 @@ from gpuroute.core.breaker import Breaker, BreakerState
 from gpuroute.core.candidates import UNKNOWN_LATENCY
 from gpuroute.core.history import History, learn_first_byte
 from gpuroute.core.learning import learn_attempt, learn_latency
+from gpuroute.core.locality import measure
 from gpuroute.core.ramp import climb, start_ramp
 
 if TYPE_CHECKING:
@@ -42,8 +43,11 @@ class EndpointState:
         "__weakref__", "away", "breaker", "caps", "cohort", "domains", "endpoint", "failed", "history", "id", "in_flight",
         "inverse_weight", "joined_at", "last_error", "last_error_at", "latency", "latency_at", "limit", "lock",
         "pool", "queue", "ramp_at", "ramp_from", "report", "round_trip", "served", "silent_since", "speed", "stalls",
-        "troubled", "trust", "until",
+        "troubled", "trust", "until", "way",
     )  # fmt: skip
+
+    away: float  # what the way there costs, in seconds
+    way: float  # that without prices: what it takes
 
     def __init__(self, endpoint: Endpoint, pool: PoolState, now: float = 0.0) -> None:
         self.pool = pool
@@ -79,7 +83,7 @@ class EndpointState:
         self.cohort = self.pool.speeds.cohort(endpoint)
         self.domains = tuple((name, endpoint.labels[name]) for name in DOMAINS if name in endpoint.labels)
         self.inverse_weight = 1.0 / endpoint.weight if endpoint.weight > 0 else INF
-        self.away = self.pool.locality.seconds(endpoint, self.round_trip)
+        measure(self)
 
     @property
     def admitted(self) -> bool:
@@ -140,7 +144,7 @@ class EndpointState:
             learn_attempt(self, attempt, now)
         if attempt.lesson is not None:
             model, features = attempt.lesson
-            model.learn(features, now - attempt.started)
+            model.learn(features, now - attempt.started - self.way)
         if self.stalls:
             self.stalls = 0.0
             self.pool.stalling.discard(self)
