@@ -631,12 +631,13 @@ class SeatingRegistry(FakeRegistry):
         registry = self
 
         class Held:
-            error = None
+            error: str | None = None
 
             def close(self) -> None:
                 registry.seats -= 1
 
-        return Held()
+        self.held = Held()
+        return self.held
 
 
 FLEET = [f"g{n}" for n in range(100)]
@@ -743,6 +744,16 @@ def test_subsets_need_a_registry_with_ordinals(caplog: pytest.LogCaptureFixture)
         router.ready()
         assert "all of it is used" in caplog.text
         assert one_call(router) == "a"
+
+
+def test_that_no_ordinal_is_to_be_had_is_not_kept_secret() -> None:
+    registry = SeatingRegistry({"llm": named(*FLEET)})
+    with make(registry, subset="auto") as router:
+        router.ready()
+        assert router.snapshot().registry_error is None
+        registry.held.error = "PERMISSION_DENIED"
+        assert router.snapshot().registry_error == "PERMISSION_DENIED"
+        assert one_call(router) in FLEET
 
 
 def test_a_forked_child_has_no_seat_before_its_first_call() -> None:

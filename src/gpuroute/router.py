@@ -501,7 +501,7 @@ class Router:
             source=self._describe_source(),
             stale=fleet.stale if fleet else True,
             registry_age_s=now - self._fleet_at if fleet else None,
-            registry_error=self._subscription.error if self._subscription else None,
+            registry_error=self._trouble(),
             problems=fleet.problems if fleet else (),
             version=self.version,
             pools={
@@ -510,6 +510,11 @@ class Router:
                 for protocol in part
             },
         )
+
+    def _trouble(self) -> str | None:
+        """What is wrong with the watch, or with keeping an ordinal."""
+        held = (self._subscription, self._seat)
+        return next((one.error for one in held if one is not None and one.error), None)
 
     def _view(self, name: str, protocol: str, now: float) -> PoolView:
         subset = self._subsets.views.get(_part_name(name, protocol, self._parts[name]))
