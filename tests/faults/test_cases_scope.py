@@ -9,6 +9,8 @@ import asyncio
 import json
 import random
 import threading
+import time
+from email.utils import formatdate
 from typing import TYPE_CHECKING, Any
 
 import httpx2 as library
@@ -29,7 +31,7 @@ from gpuroute.core.outcome import Outcome
 from gpuroute.core.pickers import queue_depth
 from gpuroute.core.pool import Pool, PoolRules
 from gpuroute.core.report import MAX_AGE_S, Report
-from gpuroute.core.state import EJECTION
+from gpuroute.core.state import EJECTION, PAUSE
 from gpuroute.testing import FakeRegistry
 
 if TYPE_CHECKING:
@@ -271,6 +273,23 @@ def test_t3_callers_mistakes_and_cancelled_calls_are_charged_nothing() -> None:
         failing(pool, 1.0, Outcome.CANCELLED)
     assert pool.shared.signals.retries == 0
     assert all(not state.failed for state in pool.snapshot.states)
+
+
+# ---------------------------------------------------------------------------------------- T4: clocks that step
+
+
+@pytest.mark.parametrize("step_s", [-3_600, 3_600])
+def test_t4_a_wall_clock_that_is_wrong_by_an_hour_moves_no_pause_beyond_a_minute(stubs: Stage, step_s: int) -> None:
+    """A date in `Retry-After` is the only thing that the wall clock decides; here theirs differs from ours."""
+    one, other = stubs("one", "other")
+    date = formatdate(time.time() + step_s + 30, usegmt=True)
+    one.behave = status(429, retry_after=date)
+    with router_for([one, other], "llama") as router, httpx2.Client(router) as client:
+        for _ in range(4):
+            assert client.post("http://llama/v1/x").status_code == 200
+        until = router.pool("llama").snapshot.by_id["one"].until.get(PAUSE, 0.0) - router.clock()
+        assert until <= 60.0
+        assert (until > 0) == (step_s > 0)
 
 
 # ---------------------------------------------------------------------------------------- T5: waiting

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING
+import threading
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
 from fault_world import TEXT, ask, vllm
+from http_caller import router_for
+from http_stub import Stage
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuroute import ConfigError, Endpoint
+from gpuroute import ConfigError, Endpoint, Router
 from gpuroute.core.fleet import PoolSpec
 from gpuroute.core.health import Checked, HealthRules
 from gpuroute.core.outcome import Outcome
 from gpuroute.core.pool import Pool, PoolRules
 from gpuroute.core.state import EJECTION
+from gpuroute.core.subset import Seat
+from gpuroute.testing import FakeRegistry
 from gpuroute.transports import health
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from http_caller import Caller
 
@@ -104,6 +110,57 @@ def test_off_by_default(gpus: Callable[..., list[GpuServer]], call: Callable[...
     client = call("httpx2-sync", vllm(gpus(1)))
     client.post(TEXT, json=ask())
     assert client.router not in health.CHECKER._routers
+
+
+class Seating(FakeRegistry):
+    """A registry that tells the router which of two clients it is, when the test says so."""
+
+    def take_seat(self, on_seat: Callable[[Seat], None], *place: Any) -> Any:
+        self.sit = on_seat
+        return SimpleNamespace(error=None, close=lambda: None)
+
+
+@pytest.fixture
+def stubs() -> Iterator[Stage]:
+    stage = Stage()
+    yield stage
+    stage.close()
+
+
+def test_only_endpoints_of_the_clients_own_subset_are_asked(stubs: Stage, eventually: Callable[..., None]) -> None:
+    servers = stubs("gpu-0", "gpu-1", "gpu-2")
+    registry = Seating({"llama": vllm(servers)})
+
+    def asked() -> list[int]:
+        return [len(server.came) for server in servers]
+
+    with Router(registry, subset=1, health_checks=True, health_interval="30ms") as router:
+        router.ready()
+        health.CHECKER.watch(router)
+        eventually(lambda: all(asked()), "without an ordinal all are asked")
+        registry.sit(Seat(0, 8))
+        (mine,) = (int(state.id[-1]) for state in router.pool("llama").snapshot.states)
+        others = [number for number in range(3) if number != mine]
+        before = asked()
+        eventually(lambda: asked()[mine] >= before[mine] + 5, "its own endpoint is asked on")
+        assert [asked()[number] - before[number] <= 1 for number in others] == [True, True], "but for one under way"
+        registry.set({"llama": vllm(servers)[:1]})
+        last = asked()
+        eventually(lambda: asked()[0] >= last[0] + 5, "the one that is left is asked")
+        assert [asked()[number] - last[number] <= 1 for number in (1, 2)] == [True, True], "who left is not"
+
+
+def test_one_thread_checks_for_all_routers_of_a_process(stubs: Stage, eventually: Callable[..., None]) -> None:
+    servers = stubs("gpu-0", "gpu-1")
+    routers = [router_for([one], "llama", health_checks=True, health_interval="50ms") for one in vllm(servers)]
+    for router in routers:
+        health.CHECKER.watch(router)
+        health.CHECKER.watch(router)
+    eventually(lambda: all(server.came for server in servers), "both are asked")
+    assert [thread.name for thread in threading.enumerate()].count("gpuroute-health") == 1
+    for router in routers:
+        router.close()
+    eventually(lambda: "gpuroute-health" not in [thread.name for thread in threading.enumerate()], "it ends with them")
 
 
 class Health(grpc.GenericRpcHandler):

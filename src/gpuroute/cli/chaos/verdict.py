@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 GRACE_S = 0.1
 THAW_S = 1.0
+BUSY_S = 0.25
 GROWTH = 0.02
 FILES = 4
 STEADY = 20
@@ -122,6 +123,10 @@ class Verdict:
         for text, count in Counter(one.error for one in told).most_common(10):
             lines.append(f"failed {count}x: {text}")
         missed = self.missed()
+        if missed and self._crowd.lag_s > BUSY_S:
+            lines.append(
+                f"the machine was busy: this process stood still for {self._crowd.lag_s:.1f} s, so this run tells little"
+            )
         return [*lines, *(f"MISSED: {text}" for text in missed), "" if missed else "all bars met"]
 
     @staticmethod
