@@ -173,6 +173,8 @@ def test_a_conversation_stays_in_its_zone_and_few_move_when_the_shares_do() -> N
     keys = [Random(n).getrandbits(64) for n in range(2_000)]
     before = [pool.pick(Ask(key=key)) for key in keys]
     assert before == [pool.pick(Ask(key=key)) for key in keys]
+    other = pool_in(Locality(zone="a"), fleet({"c": 6, "b": 4, "a": 2}), "session", seed=7)
+    assert [state.id for state in before if state] == [other.pick(Ask(key=key)).id for key in keys]  # type: ignore[union-attr]
     kill(pool, "b", 1)
     after = [pool.pick(Ask(key=key)) for key in keys]
     moved = sum(one is not other for one, other in zip(before, after, strict=True))

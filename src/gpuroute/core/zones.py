@@ -94,7 +94,7 @@ class Zoned:
         self._random = kit.random
         self._every = max(REFRESH, 4 * len(kit.states))
         self._left, self._limited = 0, -1
-        self._ends: list[float] = []
+        self._ends = list(accumulate(self.shares()))
         largest = max(range(len(self._zones)), key=lambda index: len(self._zones[index]))
         picker = self._pickers[largest]
         assert picker is not None
@@ -127,8 +127,8 @@ class Zoned:
         limited = len(self._pool.limited)
         self._left -= 1
         if self._left < 0 or limited != self._limited:
+            self._ends = list(accumulate(self.shares()))  # first: other threads are here too
             self._limited, self._left = limited, self._every
-            self._ends = list(accumulate(self.shares()))
         ends = self._ends
         if ends[0] >= 1.0 - 1e-9:
             return 0
@@ -145,11 +145,12 @@ class Zoned:
 
 
 def by_zone(states: Iterable[EndpointState], locality: Locality) -> dict[tuple[str, str], list[EndpointState]]:
-    """Endpoints by region and zone, the own zone first, even if nobody is there."""
-    zones: dict[tuple[str, str], list[EndpointState]] = {locality.place: []}
+    """Endpoints by region and zone: the own zone first, even if nobody is there, the others in one order for everybody."""
+    zones: dict[tuple[str, str], list[EndpointState]] = {}
     for state in states:
         zones.setdefault(locality.place_of(state.endpoint), []).append(state)
-    return zones
+    own = zones.pop(locality.place, [])
+    return {locality.place: own, **dict(sorted(zones.items()))}
 
 
 def zoned(kit: Kit, build: Callable[[Kit], Picker]) -> Picker:
