@@ -33,6 +33,7 @@ from gpuroute.forms import (
     SECRET,
     SUBSET,
     URL,
+    URLS,
     WORD,
     Form,
     Secret,
@@ -149,6 +150,9 @@ class Settings:
         False,
         BOOLEAN,
         "Send salted hashes of the prompt's prefix with asks, so that agents say how much of it is cached.",
+    )
+    digest: str | None = _row(
+        None, URLS, "Where processes that cannot reach agents read what all of them say; several are each other's spare."
     )
     agent_key: Secret | None = _row(None, SECRET, "Key common to clients and agents, which authenticates asks.")
     agent_ca: str | None = _row(None, FILE, "PEM file of the authorities of agents (of an agent: of its clients).")

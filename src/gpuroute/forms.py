@@ -158,6 +158,10 @@ def _parse_url(text: str) -> str:
     return text.strip()
 
 
+def _parse_urls(text: str) -> str:
+    return ",".join(_parse_url(part) for part in text.split(","))
+
+
 def _plain(number: float) -> str:
     short = f"{number:g}"
     return short if float(short) == number else repr(number)
@@ -185,6 +189,7 @@ WORD = Form("one word", _parse_word)
 FILE = Form("the path of a readable file", _parse_file)
 PATH = Form("a path", _parse_word)
 URL = Form("an http:// or https:// URL without credentials", _parse_url)
+URLS = Form("http:// or https:// URLs without credentials, separated by commas", _parse_urls)
 REGISTRY = Form(
     "etcd://h1:2379,h2:2379/prefix, etcds://... (TLS), file:///fleet.toml or POOL=URL,URL;POOL2=URL, without "
     "credentials (for etcd: GPUROUTE_ETCD_USER and GPUROUTE_ETCD_PASSWORD)",

@@ -39,7 +39,9 @@ if TYPE_CHECKING:
 
     from gpuroute.core.endpoint import Endpoint
     from gpuroute.core.fleet import Registry, Subscription
+    from gpuroute.core.report import Report
     from gpuroute.core.subset import Seat
+    from gpuroute.registry.digest import DigestWatch
     from gpuroute.routed import RoutedAttempt
 
 __all__ = ["Router"]
@@ -110,6 +112,7 @@ class Router:
         self._waiting: list[Callable[[], None]] = []
         self._subscription: Subscription | None = None
         self._seat: Subscription | None = None
+        self._digest: DigestWatch | None = None
         self._subsets = Subsets()
         self._started = False
         self._routed_share = 0.0
@@ -165,9 +168,27 @@ class Router:
         with self._lock:
             if not self._closed:
                 self._subscription = subscription
+                self._digest = self._read_digest()
         if self._closed:  # by another thread meanwhile: nobody else would stop this watch
             subscription.close()
             raise RouterClosed("this router was closed while it started")
+
+    def _read_digest(self) -> DigestWatch | None:
+        settings, reference = self.settings, weakref.ref(self)
+        if not settings.digest:
+            return None
+        from gpuroute.core.digest import learn_digest
+        from gpuroute.registry.digest import DigestWatch
+
+        def deliver(heard: Mapping[str, Mapping[str, Report]]) -> bool:
+            router = reference()
+            for pool in router.pools() if router is not None else ():
+                learn_digest(pool, heard.get(pool.name, {}))
+            return router is not None
+
+        secret = settings.agent_key.reveal().encode() if settings.agent_key else b""
+        own = {"clock": self.clock, "random": self.random}
+        return DigestWatch(settings.digest.split(","), deliver, **own, secret=secret, ca=settings.agent_ca)
 
     def update(self, fleet: Fleet) -> None:
         """Adopt a whole view of the fleet. Called by the registry; any thread."""
@@ -504,6 +525,7 @@ class Router:
             registry_error=self._trouble(),
             problems=fleet.problems if fleet else (),
             version=self.version,
+            digest_error=self._digest.error if self._digest else None,
             pools={
                 _part_name(name, protocol, part): self._view(name, protocol, now)
                 for name, part in self._parts.items()
@@ -563,11 +585,12 @@ class Router:
             self._closed = True
             subscription, self._subscription = self._subscription, None
             seat, self._seat = self._seat, None
+            digest, self._digest = self._digest, None
             waiting, self._waiting = self._waiting, []
         self._ready.set()  # who waits for a view must hear that none will come
         for wake in waiting:
             wake()
-        for held in (subscription, seat):
+        for held in (subscription, seat, digest):
             if held is not None:
                 held.close()
 

@@ -34,3 +34,10 @@ def test_asking_in_trouble_beats_not_asking(trouble: dict[str, float]) -> None:
 
 def test_liars_are_found_out() -> None:
     assert mean_ttft("auto+asks", liars=0.1) < 1.6 * mean_ttft("auto+asks")
+
+
+@pytest.mark.parametrize("trouble", [{}, {"loss": 0.3}, {"liars": 0.1}, {"coverage": 0.5}, {"frozen_at": 45.0}], ids=str)
+def test_a_digest_that_all_share_is_better_than_none_and_herds_nobody(trouble: dict[str, float]) -> None:
+    """News of 0.5 to 1.5 s, the same for everybody; some of it false, missing, or of long ago."""
+    assert mean_ttft("auto+digest", **trouble) < mean_ttft("p2c")
+    assert mean_ttft("auto+digest", **trouble) < 1.15 * mean_ttft("auto")

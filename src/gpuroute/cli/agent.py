@@ -1,6 +1,7 @@
 """`gpuroute agent`: stands beside an engine, registers it when it really serves, and answers for it.
 
-Prints one JSON line when it listens: {"agent": "udp://...", "status": "http://..."}. SIGTERM drains: no new calls, those
+Prints one JSON line when it listens: {"agent": "udp://...", "status": "http://..."}, and "digest" if it collects the
+whole fleet's; with --digest alone it does only that. SIGTERM drains: no new calls, those
 that run may end, the record is removed; exit code 0, or 1 if calls were still running when the time was over.
 """
 
@@ -9,11 +10,14 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import secrets
+import signal
 import sys
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpuroute.agent import gpus
 from gpuroute.agent.kv_feed import Source
@@ -25,16 +29,24 @@ from gpuroute.config import Settings
 from gpuroute.core.endpoint import Gpu
 from gpuroute.engines.catalog import ENGINES, engine_of
 from gpuroute.errors import ConfigError
-from gpuroute.registry import etcd_options
+from gpuroute.registry import etcd_options, open_registry
 from gpuroute.registry.schema import check_pool, default_id, parse_endpoint
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable
+    from collections.abc import AsyncIterator, Callable, Sequence
 
+    from gpuroute.agent.digest_server import DigestServer
     from gpuroute.agent.grpc_server import Listening
     from gpuroute.agent.register import Registered
     from gpuroute.core.endpoint import Endpoint
+
+
+class _Digest(NamedTuple):
+    """A digest that is not served yet, and where it will be."""
+
+    server: DigestServer
+    listen: tuple[str, int]
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -46,8 +58,11 @@ def run(args: argparse.Namespace) -> int:
     """Serve until a signal. ConfigError or InvalidRecord, at once, for what can never work."""
     settings = Settings.from_env(registry=args.registry)
     logging.basicConfig(level=(settings.log_level or "info").upper(), format="%(levelname)s %(name)s: %(message)s")
-    engines = list(_engines(args))
     keys = [key.reveal().encode() for key in (settings.agent_key, settings.agent_key_next) if key]
+    digest = _digest(args, settings, keys) if args.digest else None
+    if digest is not None and not args.url:
+        return asyncio.run(_collect(digest))
+    engines = list(_engines(args))
     options = Options(
         engines=engines,
         engine=_engine(args.engine),
@@ -68,14 +83,61 @@ def run(args: argparse.Namespace) -> int:
     register = _registrar(settings, args)
     if register is None:
         logging.getLogger("gpuroute.agent").info("no etcd is named: asks are answered, nothing is registered")
-    return 0 if asyncio.run(_serve(options, register)) else 1
+    return 0 if asyncio.run(_serve(options, register, digest)) else 1
 
 
-async def _serve(options: Options, register: Callable[[Endpoint], Registered] | None) -> bool:
+async def _serve(
+    options: Options, register: Callable[[Endpoint], Registered] | None, digest: _Digest | None = None
+) -> bool:
+    async with _served(digest) as more:
+        try:
+            return await Agent(options, register, lambda line: _say({**line, **more})).run()
+        except OSError as error:
+            where = f"{options.listen} or {options.status}"
+            raise ConfigError(f"agent cannot listen on {where}: {error.strerror}") from None
+
+
+async def _collect(digest: _Digest) -> int:
+    """Collect and serve the digest alone, until a signal."""
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    async with _served(digest) as line:
+        _say(line)
+        await stop.wait()
+    return 0
+
+
+@asynccontextmanager
+async def _served(digest: _Digest | None) -> AsyncIterator[dict[str, object]]:
+    """Serve a digest meanwhile; what to say of it."""
+    if digest is None:
+        yield {}
+        return
     try:
-        return await Agent(options, register, _say).run()
+        url = await digest.server.start(*digest.listen)
     except OSError as error:
-        raise ConfigError(f"agent cannot listen on {options.listen} or {options.status}: {error.strerror}") from None
+        raise ConfigError(f"--digest cannot be served on {digest.listen}: {error.strerror or error}") from None
+    try:
+        yield {"digest": url}
+    finally:
+        await digest.server.close()
+
+
+def _digest(args: argparse.Namespace, settings: Settings, keys: Sequence[bytes]) -> _Digest:
+    """The collector of the fleet in the registry. Raises ConfigError without one."""
+    from gpuroute.agent.collect import Collector
+    from gpuroute.agent.digest import Digest
+    from gpuroute.agent.digest_server import DigestServer
+
+    listen = address(args.digest, "--digest")
+    if not settings.registry:
+        raise ConfigError("--digest collects from the agents of a registry: expected --registry or GPUROUTE_REGISTRY")
+    registry = open_registry(settings.registry, **etcd_options(settings))
+    files = settings.agent_ca, settings.agent_cert, settings.agent_cert_key
+    collector = Collector(Digest(secrets.token_hex(4)), keys[0] if keys else b"", files)
+    pair = (settings.agent_cert or "", settings.agent_cert_key or "") if settings.agent_cert else None
+    return _Digest(DigestServer(collector, registry, keys, insecure=args.insecure, pair=pair), listen)
 
 
 def _engine(name: str) -> str:

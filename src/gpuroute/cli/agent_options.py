@@ -123,6 +123,12 @@ def _record(add: Callable[..., Any]) -> None:
 def _listening(add: Callable[..., Any]) -> None:
     add("--listen", default="127.0.0.1:9401", metavar="HOST:PORT", help="UDP address for asks (default: %(default)s)")
     add("--grpc-listen", metavar="HOST:PORT", help="also gRPC, which is then registered; TLS by GPUROUTE_AGENT_CERT")
+    add(
+        "--digest",
+        metavar="HOST:PORT",
+        help="collect what all agents of the registry say, and serve it over HTTP to clients that cannot reach them; "
+        "without --url nothing else is done",
+    )
     add("--agent-host", default="", metavar="HOST[:PORT]", help="where clients reach that address (default: the same)")
     add("--insecure", action="store_true", help="answer other hosts without a key (GPUROUTE_AGENT_KEY)")
     add(

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from gpuroute.sim.measure import Slo
     from gpuroute.sim.run import Result, Scenario
 
-_EPILOG = """policies: those of the core (p2c, prefix, auto, ...), with a report channel auto+piggyback, auto+engine or
-auto+asks; oracle; peer:token-queue, peer:sglang, peer:llm-d, peer:kubeai, peer:kubeai-per-client, peer:prequal,
-peer:envoy, peer:peak-ewma, peer:least-conn, peer:litellm.
+_EPILOG = """policies: those of the core (p2c, prefix, auto, ...), with a report channel auto+piggyback, auto+digest,
+auto+engine or auto+asks; oracle; peer:token-queue, peer:sglang, peer:llm-d, peer:kubeai, peer:kubeai-per-client,
+peer:prequal, peer:envoy, peer:peak-ewma, peer:least-conn, peer:litellm.
 events: AT:KIND:SERVERS[:VALUE], e.g. 300:throttle:5%:0.2, 300:die:3, 300:join:0-9, 300:outage::60."""
 
 

@@ -23,8 +23,8 @@ DRAWN = frozenset({"candidate", "random"})  # how candidates of chance are named
 
 @dataclass(frozen=True, slots=True)
 class ReportView:
-    """What a server last said of itself, by which way (`agent:READY`, `orca`, ...), and how long ago. `late_s`: how much
-    later than its bids promise first tokens come from it; beyond 0.2 s it is not believed."""
+    """What a server last said of itself, by which way (`agent:READY`, `digest:READY`, `orca`, ...), and how long ago.
+    `late_s`: how much later than its bids promise first tokens come from it; beyond 0.2 s it is not believed."""
 
     source: str
     age_s: float
@@ -76,7 +76,7 @@ class PoolView:
 
 @dataclass(frozen=True, slots=True)
 class RouterView:
-    """The whole router. `registry_age_s`: since the last good view; `registry_error`: the last trouble."""
+    """The whole router. `registry_age_s`: since the last good view; `registry_error`, `digest_error`: present trouble."""
 
     source: str
     stale: bool
@@ -85,6 +85,7 @@ class RouterView:
     problems: tuple[str, ...]
     version: int
     pools: dict[str, PoolView] = field(default_factory=dict)
+    digest_error: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain dictionaries and lists, for JSON."""

@@ -38,7 +38,7 @@ class Agents:
         self._random.shuffle(order)
         self._silent = set(order[round(reports.coverage * len(order)) :])
         self._liars = set(order[: round(reports.liars * len(order))])
-        self.books = [_book(server) for server in sim.servers] if reports.channel == "agent" else []
+        self.books = [_book(server) for server in sim.servers] if reports.channel in {"agent", "digest"} else []
         self._seen: dict[int, Report] = {}
         if self.books:
             sim.at(0.0, self._sample, None)

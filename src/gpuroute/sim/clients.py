@@ -30,6 +30,7 @@ from gpuroute.core.watchdog import WatchdogRules
 from gpuroute.errors import DeadlineExceeded, NoEndpointAvailable
 
 from .agents import Agents
+from .digest import Digest
 from .reports import Piggyback, Reports
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ class CoreClient:
         agents: Agents | None,
         piggyback: Piggyback | None,
         members: Members | None = None,
+        digest: Digest | None = None,
     ) -> None:
         self.pool = pool
         self._members = members
@@ -95,10 +97,13 @@ class CoreClient:
         self._reports = reports
         self._agents = agents
         self._piggyback = piggyback
+        self._digest = digest
         self._warm: set[int] | None = set() if sim.network.handshake else None
 
     def arrive(self, flight: Flight, now: float) -> None:
         request, pool = flight.request, self.pool
+        if self._digest is not None:
+            self._digest.read(pool, now)
         ladder = ladder_of(request) if pool.wants_ladder else ()
         key = session_of(request) if self._by_session else None
         ask = Ask(key, ladder, request.prompt_tokens)
@@ -172,7 +177,7 @@ class CoreClient:
             self._sim.give_up(flight)
 
     def fleet_changed(self, states: Sequence[str | None], now: float) -> None:
-        spec = spec_of(self._sim.servers, states, asks=self._agents is not None)
+        spec = spec_of(self._sim.servers, states, asks=self._agents is not None or self._digest is not None)
         self.pool.update(narrowed(spec, self._members), self.pool.rules, now)
 
     def _attempt(self, flight: Flight) -> None:
@@ -260,13 +265,14 @@ def core_clients(
     """`count` processes with that policy, each with a subset of `size` endpoints (0: all). Raises ConfigError."""
     reports = reports or Reports()
     asks = reports.channel in {"engine", "agent"}
-    spec = spec_of(sim.servers, sim.start_view(), asks=asks)
+    spec = spec_of(sim.servers, sim.start_view(), asks=asks or reports.channel == "digest")
     # The watchdog lives on the bytes of streams, which are no events here: it would take every decode for silence.
     hedge = HedgeRules(reroute=reroute and policy == "auto" and not asks)
     rules = PoolRules(policy=policy, hedge=hedge, watchdog=WatchdogRules(enabled=False))
     by_session = policy == "session"
     piggyback = Piggyback(reports, seed) if reports.channel == "piggyback" else None
     agents = Agents(sim, reports) if asks else None
+    digest = Digest(sim, Agents(sim, reports)) if reports.channel == "digest" else None
     clients: list[CoreClient] = []
     ring: Ring | None = None
     for number in range(count):
@@ -284,6 +290,7 @@ def core_clients(
                 agents=agents,
                 piggyback=piggyback,
                 members=members,
+                digest=digest,
             )
         )
     return clients

@@ -2,7 +2,8 @@
 
 `piggyback`: a response carries the server's load (with its first byte, and again at its end). `engine`:
 before a call, a few candidates are asked for their running and waiting counts. `agent`: the process beside
-the engine is asked, which also knows queued prompt tokens and how much of the prompt is cached. News take
+the engine is asked, which also knows queued prompt tokens and how much of the prompt is cached. `digest`:
+agents' counts are collected twice a second, and read by every client twice a second. News take
 `delay` seconds one way, get lost with chance `loss`, and are `stale` seconds old when they leave.
 """
 
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from .fleet import Load
 
-CHANNELS: Final = {"piggyback": "piggyback", "engine": "engine", "asks": "agent", "agent": "agent"}
+CHANNELS: Final = {"piggyback": "piggyback", "engine": "engine", "asks": "agent", "agent": "agent", "digest": "digest"}
 
 
 @dataclass(frozen=True, slots=True)
