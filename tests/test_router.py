@@ -626,12 +626,15 @@ class SeatingRegistry(FakeRegistry):
         super().__init__(fleet)
         self.seats = 0
 
-    def take_seat(self, on_seat: Callable[[Seat], None], place: tuple[str, str]) -> Any:
+    def take_seat(self, on_seat: Callable[[Seat], None], place: tuple[str, str], *, numbered: bool) -> Any:
         self.sit, self.seats, self.place = on_seat, self.seats + 1, place
         registry = self
 
         class Held:
             error: str | None = None
+
+            def __init__(self) -> None:
+                self.numbered = numbered
 
             def close(self) -> None:
                 registry.seats -= 1
@@ -800,15 +803,30 @@ def test_what_leaving_costs_comes_from_settings_or_else_the_pool() -> None:
     assert away(zone="a", region="eu", zone_price=0.0) == 2.1
 
 
-def test_a_seat_says_how_many_clients_live_in_this_zone() -> None:
+@pytest.mark.parametrize("subset", [None, "auto"])
+def test_a_seat_says_how_many_clients_live_in_this_zone(subset: str | None) -> None:
     fleet = {"llm": [*named("a1", "a2", zone="a"), *named("b1", "b2", zone="b")]}
     registry = SeatingRegistry(fleet)
-    with make(registry, subset="auto", zone="a") as router:
+    with make(registry, subset=subset, zone="a") as router:
         assert {one_call(router) for _ in range(50)} == {"a1", "a2"}
         assert registry.place == ("", "a")
-        registry.sit(Seat(0, 10, 9, 10))  # nine of ten live here, with half of the endpoints
+        assert registry.held.numbered == (subset == "auto")
+        registry.sit(Seat(None, 0, 9, 10, 10))  # nine of ten live here, with half of the endpoints
         went = Counter(one_call(router)[0] for _ in range(2_000))
         assert went["a"] / 2_000 == pytest.approx(5 / 9, abs=0.06)
+        assert len(visible(router)) == 4
+        registry.set(Fleet({"llm": PoolSpec("llm", tuple(fleet["llm"]), PoolConfig(subset="auto"))}))
+        assert registry.held.numbered
+        assert registry.seats == 1
+
+
+def test_nobody_is_counted_who_does_not_need_it() -> None:
+    fleet = {"llm": [*named("a", zone="a"), *named("b", zone="b")]}
+    for settings in ({"policy": "p2c"}, {"policy": "auto", "zone": "a"}):
+        registry = SeatingRegistry(fleet)
+        with make(registry, **settings) as router:
+            router.ready()
+            assert registry.seats == 0
 
 
 # ---------------------------------------------------------------------------------------------- threads and forks

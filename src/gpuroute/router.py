@@ -14,7 +14,7 @@ import time
 import weakref
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from gpuroute.config import Settings
 from gpuroute.core.breaker import BreakerRules
@@ -27,6 +27,7 @@ from gpuroute.core.hedge import HedgeRules
 from gpuroute.core.locality import Locality, relocate
 from gpuroute.core.merge import merge_rules
 from gpuroute.core.outliers import OutlierRules
+from gpuroute.core.policies import BY_SECONDS
 from gpuroute.core.pool import Pool, PoolRules
 from gpuroute.core.retry import RetryRules
 from gpuroute.core.ring import session_key
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Container, Mapping, Sequence
 
     from gpuroute.core.endpoint import Endpoint
-    from gpuroute.core.fleet import Registry, Subscription
+    from gpuroute.core.fleet import HeldSeat, Registry, Seats, Subscription
     from gpuroute.core.report import Report
     from gpuroute.core.subset import Seat
     from gpuroute.registry.digest import DigestWatch
@@ -111,7 +112,7 @@ class Router:
         self._ready = threading.Event()
         self._waiting: list[Callable[[], None]] = []
         self._subscription: Subscription | None = None
-        self._seat: Subscription | None = None
+        self._seat: HeldSeat | None = None
         self._digest: DigestWatch | None = None
         self._subsets = Subsets()
         self._started = False
@@ -200,12 +201,8 @@ class Router:
         self._ready.set()
         for wake in waiting:
             wake()
-        if (
-            self._started
-            and self._seat is None
-            and any(self._subset_mode(spec) != "off" for spec in fleet.pools.values())
-        ):
-            self._take_seat()
+        if self._started:
+            self._be_counted(any(self._subset_mode(spec) != "off" for spec in fleet.pools.values()))
 
     def _apply(self, fleet: Fleet, now: float) -> None:
         rules, parts = self._rules(), dict(self._parts)
@@ -251,22 +248,24 @@ class Router:
         stated = None if "subset" in self._explicit() else spec.config.subset
         return self.settings.subset if stated is None else stated
 
-    def _take_seat(self) -> None:
-        """Become one of the clients that are counted. Called once there is a pool that wants it; any thread."""
-        take: Callable[[Callable[[Seat], None], tuple[str, str]], Subscription] | None = getattr(
-            self._source, "take_seat", None
-        )
-        if take is None:
-            if not self._subsets.warned:
+    def _be_counted(self, numbered: bool) -> None:
+        """Become one of the clients that are counted, once a pool needs an ordinal, or the numbers of clients by zone."""
+        place = (self.settings.region or "", self.settings.zone or "")
+        located = any(place) and any(pool.rules.policy not in BY_SECONDS for pool in self.pools())
+        seats = cast("Seats", self._source) if hasattr(self._source, "take_seat") else None
+        if seats is None:
+            if numbered and not self._subsets.warned:
                 self._subsets.warned = True
                 log.warning("a pool wants subsets, but %s gives no ordinals: all of it is used", self._describe_source())
-            return
-        seat = take(self._seated, (self.settings.region or "", self.settings.zone or ""))
-        with self._lock:
-            if self._seat is None and not self._closed:
-                self._seat = seat
-                return
-        seat.close()
+        elif self._seat is not None:
+            self._seat.numbered |= numbered
+        elif numbered or located:
+            seat = seats.take_seat(self._seated, place, numbered=numbered)
+            with self._lock:
+                surplus = self._seat is not None or self._closed
+                self._seat = self._seat if surplus else seat
+            if surplus:
+                seat.close()
 
     def _seated(self, seat: Seat) -> None:
         """Use the part of each pool that goes with this ordinal. Called by the registry; any thread."""

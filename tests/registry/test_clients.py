@@ -31,8 +31,10 @@ SOON = 30.0  # leases of a second end within two; a busy machine takes longer
 class QuickRegistry(EtcdRegistry):
     """With leases of a second, so that a test sees them end."""
 
-    def take_seat(self, on_seat: Callable[[Seat], None], place: tuple[str, str] = ("", "")) -> EtcdSeat:
-        return EtcdSeat(self.config, on_seat, place, ttl=1.0, settle=0.2)
+    def take_seat(
+        self, on_seat: Callable[[Seat], None], place: tuple[str, str] = ("", ""), *, numbered: bool = True
+    ) -> EtcdSeat:
+        return EtcdSeat(self.config, on_seat, place, numbered=numbered, ttl=1.0, settle=0.2)
 
 
 def seat(config: EtcdConfig, **options: Any) -> EtcdSeat:
@@ -100,13 +102,28 @@ def test_clients_are_counted_where_they_live(config: EtcdConfig) -> None:
     places = [("eu", "a/1"), ("eu", "a/1"), ("eu", "b"), ("us", "a/1"), ("", "")]
     seats = [seat(config, place=place) for place in places]
     eventually(lambda: packed(seats), "five ordinals", SOON)
-    expected = [(2, 3), (2, 3), (1, 3), (1, 1), (0, 0)]
+    expected = [(2, 3, 4), (2, 3, 4), (1, 3, 4), (1, 1, 4), (0, 0, 0)]
     eventually(lambda: [one.seat[2:] for one in seats if one.seat] == expected, "all to be counted", SOON)
     assert seats[2].seat
-    assert seats[2].seat.shares == (0.2, 0.6)
+    assert seats[2].seat.shares == (0.25, 0.75)
+    assert seats[4].seat
+    assert seats[4].seat.shares == (None, None)
     seats[0].close()
     eventually(lambda: seats[1].seat and seats[1].seat.in_zone == 1, "one to be missed", SOON)
     stop(*seats)
+
+
+def test_who_only_wants_to_be_counted_takes_nobodys_ordinal_until_it_needs_one(config: EtcdConfig) -> None:
+    first, second = seat(config, place=("", "a"), numbered=False), seat(config, place=("", "b"))
+    eventually(lambda: first.seat and first.seat[1:] == (1, 1, 2, 2), "both to be counted", SOON)
+    assert first.seat
+    assert first.seat.ordinal is None
+    assert count_clients(config) == 1
+    assert second.seat
+    assert second.seat.ordinal == 0
+    first.numbered = True
+    eventually(lambda: first.seat and first.seat.ordinal == 1, "an ordinal", SOON)
+    stop(first, second)
 
 
 def test_the_record_is_for_people_and_hand_written_keys_do_no_harm(config: EtcdConfig, writer: Writer) -> None:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from gpuroute.core.endpoint import Endpoint
+    from gpuroute.core.subset import Seat
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +83,21 @@ class Subscription(Protocol):
 class Registry(Protocol):
     """A source of fleets. Nothing starts before `subscribe`.
 
-    One that can tell its clients apart also has `take_seat(on_seat: Callable[[Seat], None], place: tuple[str, str]) ->
-    Subscription`, which subsets need (`core.subset`); the place is a region and a zone.
+    One that can tell its clients apart also has `take_seat`, as `Seats` says.
     """
 
     def subscribe(self, on_change: Callable[[Fleet], None]) -> Subscription:
         """Deliver the whole fleet now or soon, and again after every change, from any thread."""
+
+
+class HeldSeat(Subscription, Protocol):
+    """A place among the clients, until it is closed. `numbered` may become True later, never False again."""
+
+    numbered: bool
+
+
+class Seats(Protocol):
+    """What a registry has that counts its clients, for subsets and zones."""
+
+    def take_seat(self, on_seat: Callable[[Seat], None], place: tuple[str, str], *, numbered: bool) -> HeldSeat:
+        """Be counted, in this region and zone ("": not said), and with an ordinal if `numbered`; tell what is counted."""

@@ -33,21 +33,24 @@ SLACK = 1.25
 
 
 class Seat(NamedTuple):
-    """Which of how many clients this one is. `ordinal` counts from 0, and is below `clients` but for moments.
+    """Which of how many clients this one is. `ordinal` counts from 0, and is below `clients` but for moments; None: it
+    has none.
 
-    `in_zone`, `in_region`: how many of the clients live where this one lives; 0: not known.
+    `placed` clients say where they live; of those `in_zone` and `in_region` live where this one does. 0: not known.
     """
 
-    ordinal: int
+    ordinal: int | None
     clients: int
     in_zone: int = 0
     in_region: int = 0
+    placed: int = 0
 
     @property
     def shares(self) -> tuple[float | None, float | None]:
         """The shares of all clients in this one's zone and region, where known."""
-        known = self.in_zone > 0 and self.clients > 0
-        return (min(1.0, self.in_zone / self.clients), min(1.0, self.in_region / self.clients)) if known else (None, None)
+        if not self.placed or not self.in_zone:
+            return None, None
+        return min(1.0, self.in_zone / self.placed), min(1.0, self.in_region / self.placed)
 
 
 def subset_size(endpoints: int, clients: int, *, least: int = LEAST) -> int:
@@ -132,7 +135,7 @@ class Subsets:
         ids = [endpoint.id for endpoint in spec.endpoints if endpoint.takes_calls]
         self._known[name] = self._seen.get(name, frozenset())
         self._seen[name] = frozenset(ids)
-        if self.seat is None:
+        if self.seat is None or self.seat.ordinal is None:
             self.views[name] = SubsetView(len(ids), len(ids), None, 0)
             return spec
         size = self._size(name, len(ids), mode, self.seat.clients)

@@ -145,7 +145,7 @@ class Zoned:
 
 
 def by_zone(states: Iterable[EndpointState], locality: Locality) -> dict[tuple[str, str], list[EndpointState]]:
-    """Endpoints by region and zone: the own zone first, even if nobody is there, the others in one order for everybody."""
+    """Endpoints by region and zone: the own zone first, even if nobody is there, the others in everybody's order."""
     zones: dict[tuple[str, str], list[EndpointState]] = {}
     for state in states:
         zones.setdefault(locality.place_of(state.endpoint), []).append(state)

@@ -2,10 +2,10 @@
 
 `{prefix}/clients/{ordinal}` is held under a lease by each client that takes part, and its key is its ordinal, so that
 etcd itself sees to it that nobody shares one. A client that has a zone or region also holds a key under
-`{prefix}/places/{region}/{zone}/`. Every few seconds it renews its lease and counts the keys, of all clients and of those
-around it, in two small requests; nobody watches, since a thousand clients that restart would tell a thousand others.
-Whoever has an ordinal beyond the count moves into a hole below it: after a client left, one other moves, and after a
-restart, nobody.
+`{prefix}/places/{region}/{zone}/`, even if it needs no ordinal. Every few seconds it renews its lease and counts the
+keys, of all clients and of those around it, in two small requests; nobody watches, since a thousand clients that restart
+would tell a thousand others. Whoever has an ordinal beyond the count moves into a hole below it: after a client left, one
+other moves, and after a restart, nobody.
 
 While etcd is away the last seat holds. A client that comes back takes its old ordinal again if it is free, and that the
 others are fewer is believed after a while only: an etcd that lost its data must not make everybody talk to everything.
@@ -55,7 +55,10 @@ def count_clients(config: EtcdConfig) -> int:
 
 
 class EtcdSeat:
-    """One client's seat, kept until `close`; `on_seat` hears of it and of every change, in the thread that keeps it."""
+    """One client's seat, kept until `close`; `on_seat` hears of it and of every change, in the thread that keeps it.
+
+    `numbered`: it needs an ordinal; may be switched on later.
+    """
 
     def __init__(
         self,
@@ -63,19 +66,22 @@ class EtcdSeat:
         on_seat: Callable[[Seat], None],
         place: tuple[str, str] = ("", ""),
         *,
+        numbered: bool = True,
         ttl: float = TTL_S,
         settle: float = SETTLE_S,
     ) -> None:
         self.error: str | None = None
         self.seat: Seat | None = None
+        self.numbered = numbered
         self._on_seat = on_seat
         self._random = config.random
         self._client = EtcdClient(config)
         self._prefix = clients_prefix(config.prefix)
         region, zone = (quote(name, safe="") or "-" for name in place)
-        self._region = f"{config.prefix}/places/{region}/"
+        places = f"{config.prefix}/places/"
+        self._region = f"{places}{region}/"
         self._zone = f"{self._region}{zone}/"
-        self._counted = [self._prefix, *((self._zone, self._region) if any(place) else ())]
+        self._counted = [self._prefix, *((self._zone, self._region, places) if any(place) else ())]
         self._ttl = ttl
         self._settle = settle
         self._lease = 0
@@ -115,11 +121,12 @@ class EtcdSeat:
             if len(self._counted) > 1:
                 self._client.put(f"{self._zone}{self._lease & _64_BITS:x}", self._value(), self._lease)
         counts, held = self._client.count(self._counted, self._key(self._ordinal or 0), self._lease)
-        if self._ordinal is None or not held:
+        if self.numbered and (self._ordinal is None or not held):
             self._ordinal = self._claim(self._ordinal)
             counts, _ = self._client.count(self._counted, self._key(self._ordinal), self._lease)
         now = time.monotonic()
-        self._pack(self._ordinal, counts[0], now)
+        if self._ordinal is not None:
+            self._pack(self._ordinal, counts[0], now)
         self._show(Seat(self._ordinal, self._believed(counts[0], now), *counts[1:]))
         if self.error:
             log.info("the seat below %s is kept again", self._prefix)

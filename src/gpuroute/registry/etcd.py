@@ -50,9 +50,11 @@ class EtcdRegistry:
         """Start to watch; returns at once. Problems of etcd are in the subscription's `error`, never raised."""
         return EtcdSubscription(self, on_change)
 
-    def take_seat(self, on_seat: Callable[[Seat], None], place: tuple[str, str] = ("", "")) -> EtcdSeat:
+    def take_seat(
+        self, on_seat: Callable[[Seat], None], place: tuple[str, str] = ("", ""), *, numbered: bool = True
+    ) -> EtcdSeat:
         """Be one of the clients that are counted, in this region and zone; returns at once. Troubles: its `error`."""
-        return EtcdSeat(self.config, on_seat, place)
+        return EtcdSeat(self.config, on_seat, place, numbered=numbered)
 
     def count_clients(self) -> int:
         """How many clients hold a seat. Blocks for one call to etcd; RegistryError if that fails."""
