@@ -155,6 +155,30 @@ def test_the_deadline_travels_in_a_header_if_it_has_a_name(
     assert servers[0].last_request.header("x-request-timeout") is None
 
 
+def test_who_was_overtaken_twice_in_silence_is_avoided_even_when_nobody_waits_there(
+    gpus: Callable[..., list[GpuServer]], call: Callable[..., Caller]
+) -> None:
+    """With hedging the loser leaves soon, so that nothing waits at a hung endpoint when the next call looks at it."""
+    client = call("httpx2-sync", vllm(gpus(3)))
+    experienced(client, ttft=0.01)
+    pool, now = client.router.pool("llama"), client.router.clock()
+    state, watchdog = pool.snapshot.states[0], pool.rules.watchdog
+    for number in range(2):
+        attempt = state.acquire(now + number)
+        assert attempt is not None
+        attempt.sent(now + number)
+        attempt.awaited(now + number)
+        pool.stalled(attempt, now + number + 0.2, outpaced=True)
+        attempt.finish(Outcome.CANCELLED, now + number + 0.2)
+        assert watchdog.suspects(state, now + number + 0.5) == (number == 1), "once may be chance"
+    assert not watchdog.suspects(state, now + 12), "after a while one call may find out"
+    answered = state.acquire(now + 12)
+    assert answered is not None
+    answered.awaited(now + 12)
+    answered.finish(Outcome.REJECTED, now + 12.01)  # it says no, but it says something
+    assert not watchdog.suspects(state, now + 13)
+
+
 def test_what_waits_decides_how_long_silence_is_usual(
     gpus: Callable[..., list[GpuServer]], call: Callable[..., Caller]
 ) -> None:

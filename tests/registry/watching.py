@@ -176,12 +176,22 @@ class Proxy:
     def heal(self) -> None:
         self._open.set()
 
+    def cut(self) -> None:
+        """End what is connected; new connections are taken."""
+        for sock in self._sockets:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             while True:
                 near, _ = self._listener.accept()
                 self.accepted += 1
-                far = socket.create_connection(self._target)
+                try:
+                    far = socket.create_connection(self._target)
+                except OSError:  # nobody is there
+                    near.close()
+                    continue
                 self._sockets += [near, far]
                 threading.Thread(target=self._relay, args=(near, far), daemon=True).start()
 

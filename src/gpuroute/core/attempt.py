@@ -9,9 +9,10 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
+from gpuroute.core.outcome import Outcome
+
 if TYPE_CHECKING:
     from gpuroute.core.endpoint import Endpoint
-    from gpuroute.core.outcome import Outcome
     from gpuroute.core.predictive import Features, Model
     from gpuroute.core.state import EndpointState
 
@@ -26,6 +27,8 @@ class Phase(IntEnum):
 
 
 READY, SENT, STREAMING, DONE = Phase
+VAIN = 1.0
+"""From so many stalls on (two that were overtaken), who leaves unanswered leaves the suspicion of silence behind."""
 
 
 class Attempt:
@@ -110,7 +113,8 @@ class Attempt:
         except KeyError:
             return False
         state.pool.in_flight.discard(self)
-        if outcome.health > 0 or (outcome.health == 0 and not state.in_flight):
+        unheard = outcome is Outcome.CANCELLED and self.first is None and state.stalls >= VAIN
+        if outcome.health > 0 or (outcome.health == 0 and not state.in_flight and not unheard):
             state.silent_since = now if state.in_flight else None
         self.phase = DONE
         self.outcome = outcome
