@@ -115,9 +115,9 @@ def test_off_by_default(gpus: Callable[..., list[GpuServer]], call: Callable[...
 class Seating(FakeRegistry):
     """A registry that tells the router which of two clients it is, when the test says so."""
 
-    def take_seat(self, on_seat: Callable[[Seat], None], *place: Any) -> Any:
+    def take_seat(self, on_seat: Callable[[Seat], None], *place: Any, numbered: bool) -> Any:
         self.sit = on_seat
-        return SimpleNamespace(error=None, close=lambda: None)
+        return SimpleNamespace(error=None, numbered=numbered, close=lambda: None)
 
 
 @pytest.fixture
