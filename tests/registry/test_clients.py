@@ -25,20 +25,21 @@ if TYPE_CHECKING:
     from gpuroute.registry.etcd_config import EtcdConfig
 
 TESTS = str(Path(__file__).parents[1])
-SOON = 30.0  # leases of a second end within two; a busy machine takes longer
+SOON = 30.0
+QUICK = {"ttl": 10.0, "every": 0.2, "settle": 0.2}  # a lease must outlast the pauses of a busy machine
 
 
 class QuickRegistry(EtcdRegistry):
-    """With leases of a second, so that a test sees them end."""
+    """Counts often, so that a test need not wait."""
 
     def take_seat(
         self, on_seat: Callable[[Seat], None], place: tuple[str, str] = ("", ""), *, numbered: bool = True
     ) -> EtcdSeat:
-        return EtcdSeat(self.config, on_seat, place, numbered=numbered, ttl=1.0, settle=0.2)
+        return EtcdSeat(self.config, on_seat, place, numbered=numbered, **QUICK)
 
 
 def seat(config: EtcdConfig, **options: Any) -> EtcdSeat:
-    return EtcdSeat(config, lambda _: None, **{"ttl": 1.0, "settle": 0.2, **options})
+    return EtcdSeat(config, lambda _: None, **{**QUICK, **options})
 
 
 def ordinals(seats: list[EtcdSeat]) -> list[int | None]:
@@ -196,8 +197,9 @@ def test_three_routers_share_out_the_fleet_and_close_gaps(config: EtcdConfig, wr
 CLIENT = """
 import sys, threading
 sys.path.insert(0, sys.argv[2])
-from registry.test_clients import QuickRegistry, quick
+from registry.test_clients import QUICK, QuickRegistry, quick
 from gpuroute import Router
+QUICK["ttl"] = 3.0  # it is to end when this process is killed
 router = Router(QuickRegistry(quick(sys.argv[1])), subset="auto", policy="p2c")
 router.ready(30)
 threading.Event().wait()

@@ -68,6 +68,7 @@ class EtcdSeat:
         *,
         numbered: bool = True,
         ttl: float = TTL_S,
+        every: float = TTL_S / 3,
         settle: float = SETTLE_S,
     ) -> None:
         self.error: str | None = None
@@ -83,6 +84,7 @@ class EtcdSeat:
         self._zone = f"{self._region}{zone}/"
         self._counted = [self._prefix, *((self._zone, self._region, places) if any(place) else ())]
         self._ttl = ttl
+        self._every = every
         self._settle = settle
         self._lease = 0
         self._ordinal: int | None = None
@@ -111,7 +113,7 @@ class EtcdSeat:
             except Exception as error:
                 log.exception("keeping a seat below %s failed; it goes on", self._prefix)
                 self.error = type(error).__name__
-            self._stop.wait(self._ttl / 3 * (0.8 + 0.2 * self._random()))
+            self._stop.wait(self._every * (0.8 + 0.2 * self._random()))
         self._leave()
 
     def _keep(self) -> None:
