@@ -155,7 +155,7 @@ def test_the_deadline_travels_in_a_header_if_it_has_a_name(
     assert servers[0].last_request.header("x-request-timeout") is None
 
 
-def test_who_was_overtaken_twice_in_silence_is_avoided_even_when_nobody_waits_there(
+def test_where_calls_were_overtaken_in_silence_is_avoided_even_when_nobody_waits_there(
     gpus: Callable[..., list[GpuServer]], call: Callable[..., Caller]
 ) -> None:
     """With hedging the loser leaves soon, so that nothing waits at a hung endpoint when the next call looks at it."""
@@ -170,7 +170,8 @@ def test_who_was_overtaken_twice_in_silence_is_avoided_even_when_nobody_waits_th
         attempt.awaited(now + number)
         pool.stalled(attempt, now + number + 0.2, outpaced=True)
         attempt.finish(Outcome.CANCELLED, now + number + 0.2)
-        assert watchdog.suspects(state, now + number + 0.5) == (number == 1), "once may be chance"
+        assert watchdog.suspects(state, now + number + 0.5)
+        assert watchdog.suspects(state, now + number + 3) == (number == 1), "one may be chance, and is soon forgotten"
     assert not watchdog.suspects(state, now + 12), "after a while one call may find out"
     answered = state.acquire(now + 12)
     assert answered is not None

@@ -27,8 +27,6 @@ class Phase(IntEnum):
 
 
 READY, SENT, STREAMING, DONE = Phase
-VAIN = 1.0
-"""From so many stalls on (two that were overtaken), who leaves unanswered leaves the suspicion of silence behind."""
 
 
 class Attempt:
@@ -113,7 +111,8 @@ class Attempt:
         except KeyError:
             return False
         state.pool.in_flight.discard(self)
-        unheard = outcome is Outcome.CANCELLED and self.first is None and state.stalls >= VAIN
+        # Who is overtaken in silence leaves, and must not take along what makes the next call look twice.
+        unheard = outcome is Outcome.CANCELLED and self.first is None and state.stalls > 0
         if outcome.health > 0 or (outcome.health == 0 and not state.in_flight and not unheard):
             state.silent_since = now if state.in_flight else None
         self.phase = DONE

@@ -69,7 +69,8 @@ class WatchdogRules:
     def suspects(self, state: EndpointState, now: float) -> bool:
         """True if calls have waited there for longer than is usual, though not yet long enough to give them up.
 
-        Or have waited in vain: that is remembered for `eject_s`, and then one call may find out.
+        Or have waited in vain: that is remembered for `eject_s`, for a quarter of it if one was merely overtaken, and then
+        one call may find out.
         """
         since = state.silent_since
         if since is None or now - since < SUSPICIOUS_S or not self.enabled:
@@ -77,7 +78,8 @@ class WatchdogRules:
         waiting, history = tuple(state.in_flight), state.pool.history
         waits_for_wholes = bool(waiting) and all(attempt.whole for attempt in waiting)
         usual = (history.whole if waits_for_wholes else history.ttft).high(self.first_spreads / 2)
-        return now - since > usual and (bool(state.in_flight) or now - since < self.eject_s)
+        remembered = self.eject_s / 4 if 0 < state.stalls < 1 else self.eject_s
+        return now - since > usual and (bool(state.in_flight) or now - since < remembered)
 
     def gap(self, attempt: Attempt) -> float:
         """Seconds of silence within a stream after which it is called stalled; infinite: never."""
