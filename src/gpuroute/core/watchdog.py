@@ -69,7 +69,7 @@ class WatchdogRules:
     def suspects(self, state: EndpointState, now: float) -> bool:
         """True if calls have waited there for longer than is usual, though not yet long enough to give them up.
 
-        Or have waited in vain: that is remembered for `eject_s`, for a quarter of it if one was merely overtaken, and then
+        Or have waited in vain: that is remembered for `eject_s`, or a quarter of it if one was merely overtaken, and then
         one call may find out.
         """
         since = state.silent_since
