@@ -49,8 +49,12 @@ def test_l2_open_streams_count(stubs: Stage, caller: Make) -> None:
 def test_l2_waiting_for_heads_counts(stubs: Stage, caller: Make) -> None:
     a, b = stubs("a", "b")
 
+    everybody = asyncio.Event()
+
     async def late(exchange: Exchange) -> None:
-        await asyncio.sleep(0.2)
+        if len(a.came) + len(b.came) == 20:
+            everybody.set()
+        await everybody.wait()
         exchange.reply(200, b"x")
 
     a.behave = b.behave = late
