@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import json
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -18,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 import trustme
-from world import Manner, Server, drained, method, refused_url, router_of, servers
+from world import Manner, Server, drained, in_flight, method, refused_url, router_of, servers, soon
 
 import gpuroute
 import gpuroute.grpc
@@ -121,12 +123,12 @@ def tls_endpoint(server: Server, **tls: str) -> Endpoint:
 def test_tls_by_the_endpoints_own_record(manner: Manner, authority: Authority) -> None:
     server = authority.server("127.0.0.1", "gpu-7.example")
     try:
-        assert manner.call(router_of(tls_endpoint(server, ca=authority.ca_file)), "Who", b"", timeout=5) == b"tls"
+        assert manner.call(router_of(tls_endpoint(server, ca=authority.ca_file)), "Who", b"", timeout=30) == b"tls"
         named = tls_endpoint(server, ca=authority.ca_file, server_name="gpu-7.example")
-        assert manner.call(router_of(named), "Who", b"", timeout=5) == b"tls"
+        assert manner.call(router_of(named), "Who", b"", timeout=30) == b"tls"
         wrong = tls_endpoint(server, ca=authority.ca_file, server_name="other.example")
         with pytest.raises(grpc.RpcError) as error:
-            manner.call(router_of(wrong), "Who", b"", timeout=5)
+            manner.call(router_of(wrong), "Who", b"", timeout=30)
         assert error.value.code() is grpc.StatusCode.UNAVAILABLE
     finally:
         server.stop()
@@ -137,13 +139,13 @@ def test_mutual_tls_and_credentials_for_all(manner: Manner, authority: Authority
     client = authority.client()
     try:
         mutual = tls_endpoint(server, ca=authority.ca_file, **client)
-        assert manner.call(router_of(mutual), "Who", b"", timeout=5) == b"tls"
+        assert manner.call(router_of(mutual), "Who", b"", timeout=30) == b"tls"
         with pytest.raises(grpc.RpcError):
-            manner.call(router_of(tls_endpoint(server, ca=authority.ca_file)), "Who", b"", timeout=5)
+            manner.call(router_of(tls_endpoint(server, ca=authority.ca_file)), "Who", b"", timeout=30)
         files = (Path(path).read_bytes() for path in (authority.ca_file, client["key"], client["cert"]))
         credentials = grpc.ssl_channel_credentials(*files)
         plain = Endpoint("tls", server.url)
-        assert manner.call(router_of(plain), "Who", b"", timeout=5, given={"credentials": credentials}) == b"tls"
+        assert manner.call(router_of(plain), "Who", b"", timeout=30, given={"credentials": credentials}) == b"tls"
     finally:
         server.stop()
 
@@ -186,7 +188,10 @@ def process() -> Iterator[Callable[[str], tuple[subprocess.Popen[str], str]]]:
     started: list[subprocess.Popen[str]] = []
 
     def start(name: str) -> tuple[subprocess.Popen[str], str]:
-        code = f"import sys, world; s = world.Server({name!r}); print(s.url, flush=True); sys.stdin.read()"
+        code = (
+            f"import sys, world; s = world.Server({name!r}); print(s.url, flush=True);"
+            "s.service.heard = lambda: print('heard', flush=True); sys.stdin.read()"
+        )
         child = subprocess.Popen(
             [sys.executable, "-c", code], cwd=HERE, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -200,45 +205,140 @@ def process() -> Iterator[Callable[[str], tuple[subprocess.Popen[str], str]]]:
         child.communicate()
 
 
-def test_a_frozen_peer_is_found_out(process: Any) -> None:
-    """By HTTP/2 pings, shortened here; the default finds it within 13 s (see the options above)."""
+@pytest.mark.parametrize("pings", [QUICK_PINGS, ()], ids=["quick pings", "default"])
+def test_a_frozen_peer_is_found_out(pings: Any, process: Any) -> None:
+    """By HTTP/2 pings: by default 10 s after the last word, and 2.5 s without an answer; twice that on a busy machine."""
     child, url = process("frozen")
-    router = router_of(url, attempts=1)
-    with gpuroute.grpc.channel(router, "p", options=QUICK_PINGS) as channel:
-        assert channel.unary_unary(method("Who"))(b"", timeout=10) == b"frozen"
-        call = channel.unary_unary(method("Slow")).future(b"", timeout=20)
+    router = router_of(url, attempts=1, watchdog=False)
+    with gpuroute.grpc.channel(router, "p", options=pings) as channel:
+        assert channel.unary_unary(method("Who"))(b"", timeout=30) == b"frozen"
+        call = channel.unary_unary(method("Slow")).future(b"", timeout=90)
+        assert soon(lambda: in_flight(router) == 1)
         began = time.monotonic()
-        threading.Timer(0.2, os.kill, (child.pid, signal.SIGSTOP)).start()
+        os.kill(child.pid, signal.SIGSTOP)
         assert call.code() is grpc.StatusCode.UNAVAILABLE
         assert "ping timeout" in call.details()
-        assert time.monotonic() - began < 5
-        # Its port still accepts, its process says nothing: the limit of one connect applies.
-        began = time.monotonic()
-        with pytest.raises(grpc.RpcError) as error:
-            channel.unary_unary(method("Who"))(b"", timeout=20)
-        assert error.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 26
+        if pings:  # its port still accepts, its process says nothing: the limit of one connect applies
+            with pytest.raises(grpc.RpcError) as error:
+                channel.unary_unary(method("Who"))(b"", timeout=90)
+            assert error.value.code() is grpc.StatusCode.UNAVAILABLE
     assert drained(router)
+
+
+class Between:
+    """A proxy in front of a server, which resets its connections when told to."""
+
+    def __init__(self, server: Server) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"grpc://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._port = server.port
+        self._taken: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                here, _ = self._listener.accept()
+            except OSError:
+                return
+            there = socket.create_connection(("127.0.0.1", self._port))
+            self._taken.append(here)
+            for source, target in ((here, there), (there, here)):
+                threading.Thread(target=self._pump, args=(source, target), daemon=True).start()
+
+    @staticmethod
+    def _pump(source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65_536):
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+
+    def reset(self) -> None:
+        """RST to every client, and nobody is let in any more."""
+        self._listener.close()
+        for sock in self._taken:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            sock.shutdown(socket.SHUT_RD)  # wakes the thread that reads from it
+            sock.close()
+
+
+def test_a_reset_under_a_call_moves_it_and_under_a_stream_ends_it(manner: Manner) -> None:
+    with servers(2) as (first, second):
+        between = Between(first)
+        router = router_of(between.url)
+        first.service.heard = second.service.heard = lambda: None
+        ends: list[Any] = []
+        stream = threading.Thread(target=lambda: ends.append(Manner("blocking").stream(router, "Count", b"2 wait")))
+        stream.start()
+        assert soon(lambda: first.service.received == 1)
+        both = router_of(Endpoint("first", between.url, weight=1.0), Endpoint("second", second.url, weight=0.001))
+        call = threading.Thread(target=lambda: ends.append(manner.call(both, "Slow", b"x", timeout=60)))
+        call.start()
+        assert soon(lambda: first.service.received + second.service.received == 2)
+        second.service.release.set()
+        between.reset()
+        call.join()
+        stream.join()
+        assert b"x" in ends
+        ((messages, error),) = [end for end in ends if end != b"x"]
+        assert messages == [b"0", b"1"]
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+        assert drained(router)
+        assert drained(both)
+
+
+def test_long_silence_does_not_end_in_too_many_pings() -> None:
+    """Two pings without data and no more, as servers want it: unlimited ones are answered with GOAWAY."""
+    with servers(1) as (server,):
+        ends: dict[str, Any] = {}
+
+        def read(name: str, options: Any) -> None:
+            with gpuroute.grpc.channel(router_of(server.url, watchdog=False), "p", options=options) as channel:
+                call = channel.unary_stream(method("Count"))(b"1 wait")
+                ends[name] = None
+                try:
+                    list(call)
+                except grpc.RpcError as error:
+                    ends[name] = error
+
+        ours = threading.Thread(target=read, args=("ours", QUICK_PINGS))
+        unlimited = (*QUICK_PINGS, ("grpc.http2.max_pings_without_data", 0))
+        theirs = threading.Thread(target=read, args=("unlimited", unlimited))
+        ours.start()
+        theirs.start()
+        assert soon(lambda: ends.get("unlimited") is not None)
+        assert "too many pings" in ends["unlimited"].details().lower().replace("_", " ")
+        assert ends["ours"] is None, "it was sent away too"
+        server.service.release.set()
+        ours.join()
+        assert ends["ours"] is None
 
 
 def test_a_killed_peer_costs_the_caller_nothing(manner: Manner, process: Any) -> None:
     child, url = process("killed")
     with servers(1) as (other,):
         router = router_of(url, other.url)
-        threading.Timer(0.5, child.kill).start()
-        until = time.monotonic() + 1.5
-        answers = collections.Counter[bytes]()
+        answers, failed, done = collections.Counter[bytes](), list[grpc.RpcError](), threading.Event()
 
         def work() -> None:
-            while time.monotonic() < until:
-                answers[manner.call(router, "Who", b"", timeout=5)] += 1
+            while not done.is_set():
+                try:
+                    answers[manner.call(router, "Who", b"", timeout=30)] += 1
+                except grpc.RpcError as error:
+                    failed.append(error)
 
         threads = [threading.Thread(target=work) for _ in range(2)]
         for thread in threads:
             thread.start()
+        assert soon(lambda: len(answers) == 2 or failed)
+        child.kill()
+        until = answers[b"s0"] + 40
+        assert soon(lambda: answers[b"s0"] >= until or failed)
+        done.set()
         for thread in threads:
             thread.join()
-        assert set(answers) == {b"killed", b"s0"}
+        assert not failed
         assert drained(router)
 
 
@@ -246,29 +346,21 @@ def test_a_query_of_death_does_not_walk_through_the_fleet(process: Any) -> None:
     """Each server is killed while it works on the call: two may be, no third."""
     children = [process(f"victim-{n}") for n in range(4)]
     router = router_of(*(url for _, url in children), attempts=4)
-    done = threading.Event()
-
-    def killer() -> None:
-        while not done.wait(0.1):
-            busy = {view.url for view in router.snapshot().pools["p"].endpoints if view.in_flight}
-            for child, url in children:
-                if url in busy and child.poll() is None:
-                    time.sleep(0.2)  # the request is there by now
-                    child.kill()
-                    child.wait()
-
-    router.ready()
-    thread = threading.Thread(target=killer)
-    thread.start()
+    for child, _ in children:
+        threading.Thread(target=_kill_once_it_hears, args=(child,), daemon=True).start()
     with gpuroute.grpc.channel(router, "p") as channel, pytest.raises(grpc.RpcError) as error:
-        channel.unary_unary(method("Slow"))(b"", timeout=20)
-    done.set()
-    thread.join()
+        channel.unary_unary(method("Slow"))(b"", timeout=30)
     assert error.value.code() is grpc.StatusCode.UNAVAILABLE
-    assert sum(child.poll() is not None for child, _ in children) == 2
+    assert soon(lambda: sum(child.poll() is not None for child, _ in children) == 2)
 
 
-@pytest.mark.parametrize("grace", [500, 0])
+def _kill_once_it_hears(child: subprocess.Popen[str]) -> None:
+    assert child.stdout is not None
+    if child.stdout.readline():
+        child.kill()
+
+
+@pytest.mark.parametrize("grace", [30_000, 0])
 def test_g4_goaway_by_age_costs_no_call_and_executes_none_twice(grace: int) -> None:
     """Case G4. With a grace, nothing that was executed is repeated even where only what never left may be; without
     one, the server cuts calls in progress, which the default repeats."""
@@ -282,7 +374,7 @@ def test_g4_goaway_by_age_costs_no_call_and_executes_none_twice(grace: int) -> N
             while time.monotonic() < until:
                 sent[0] += 1  # one thread
                 try:
-                    assert call(b"%d" % sent[0], timeout=5)
+                    assert call(b"%d" % sent[0], timeout=30)
                 except grpc.RpcError as error:
                     failed[str(error)] += 1
 
@@ -301,7 +393,7 @@ def test_g4_a_stream_across_the_age_limit_is_cut_and_not_replayed() -> None:
     options = (("grpc.max_connection_age_ms", 200), ("grpc.max_connection_age_grace_ms", 200))
     with servers(2, options=options) as running:
         router = router_of(*(server.url for server in running))
-        messages, error = Manner("blocking").stream(router, "Count", b"2 wait", timeout=10)
+        messages, error = Manner("blocking").stream(router, "Count", b"2 wait", timeout=30)
         assert messages == [b"0", b"1"]
         assert error.code() is grpc.StatusCode.UNAVAILABLE
         assert sum(server.service.received for server in running) == 1
@@ -319,7 +411,7 @@ router = gpuroute.Router(FakeRegistry({"p": urls}), policy="random")
 channel = gpuroute.grpc.channel(router, "p")
 call = channel.unary_unary(world.method("Who"))
 if warm:
-    call(b"", timeout=5)
+    call(b"", timeout=30)
 children = []
 for _ in range(4):
     read, write = os.pipe()
@@ -327,7 +419,7 @@ for _ in range(4):
     if not pid:
         began = time.monotonic()
         try:
-            answers = [call(b"", timeout=2).decode() for _ in range(20)]
+            answers = [call(b"", timeout=20).decode() for _ in range(20)]
             result = {"answers": answers, "in_flight": world.in_flight(router)}
         except BaseException as error:
             result = {"error": repr(error)}
@@ -341,7 +433,7 @@ for pid, read in children:
     with open(read) as pipe:
         found.append(json.loads(pipe.read() or "null"))
     os.waitpid(pid, 0)
-parent = call(b"", timeout=5).decode()
+parent = call(b"", timeout=30).decode()
 print(json.dumps({"children": found, "parent": parent}))
 sys.stdout.flush()
 os._exit(0)
@@ -356,7 +448,7 @@ def test_g1_forked_children_call_and_never_hang(state: str, process: Any) -> Non
         cwd=HERE,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=False,
         env={key: value for key, value in os.environ.items() if key != "GRPC_ENABLE_FORK_SUPPORT"},
     )
@@ -367,7 +459,7 @@ def test_g1_forked_children_call_and_never_hang(state: str, process: Any) -> Non
         assert "error" not in child, child
         assert len(child["answers"]) == 20
         assert child["in_flight"] == 0
-        assert child["took"] < 20
+        assert child["took"] < 60
     orders = {tuple(child["answers"]) for child in found["children"]}
     assert len(orders) > 1, "all children draw the same random numbers"
 
@@ -381,7 +473,7 @@ router = gpuroute.Router(FakeRegistry({"p": [sys.argv[1]]}))
 channel = gpuroute.grpc.aio.channel(router, "p")
 call = channel.unary_unary(world.method("Who"))
 async def run():
-    return await call(b"", timeout=5)
+    return await call(b"", timeout=30)
 pid = os.fork()
 if not pid:
     os._exit(0 if asyncio.run(run()) == b"s0" else 1)
@@ -402,18 +494,15 @@ def test_a_pool_is_ready_when_one_endpoint_is() -> None:
         with gpuroute.grpc.channel(router, "p") as channel:
             heard: list[grpc.ChannelConnectivity] = []
             channel.subscribe(heard.append, try_to_connect=True)
-            grpc.channel_ready_future(channel).result(timeout=10)
+            grpc.channel_ready_future(channel).result(timeout=30)
             assert heard[0] is grpc.ChannelConnectivity.IDLE
-            until = time.monotonic() + 5
-            while heard[-1] is not grpc.ChannelConnectivity.READY and time.monotonic() < until:
-                time.sleep(0.01)
-            assert heard[-1] is grpc.ChannelConnectivity.READY
+            assert soon(lambda: heard[-1] is grpc.ChannelConnectivity.READY)
 
 
 def test_a_pool_is_ready_in_asyncio_when_one_endpoint_is() -> None:
     async def run(url: str) -> Any:
         async with gpuroute.grpc.aio.channel(router_of(refused_url(), refused_url(), url), "p") as channel:
-            await asyncio.wait_for(channel.channel_ready(), 10)
+            await asyncio.wait_for(channel.channel_ready(), 30)
             return channel.get_state()
 
     with servers(1) as (server,):

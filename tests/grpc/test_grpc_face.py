@@ -54,9 +54,9 @@ def router_to(faces: Any, **settings: Any) -> gpuroute.Router:
 def test_infer_and_stream_give_the_same_text(faces: Any) -> None:
     router = router_to(faces)
     with gpuroute.grpc.channel(router, "p") as channel:
-        whole = channel.unary_unary(INFER)(request("Why is the sky blue?", 6), timeout=20)
+        whole = channel.unary_unary(INFER)(request("Why is the sky blue?", 6), timeout=30)
         parts = [
-            Message(m) for m in channel.stream_stream(STREAM)(iter([request("Why is the sky blue?", 6)]), timeout=20)
+            Message(m) for m in channel.stream_stream(STREAM)(iter([request("Why is the sky blue?", 6)]), timeout=30)
         ]
     texts = [text_of(part.data(2)) for part in parts]
     assert len(texts) == 7, "six tokens and the final mark"
@@ -72,10 +72,10 @@ def test_faults_show_as_statuses_and_are_routed_around(faces: Any) -> None:
     with gpuroute.grpc.channel(router, "p") as channel:
         call = channel.unary_unary(INFER)
         for n in range(6):
-            assert call(request(f"question {n}"), timeout=20)
+            assert call(request(f"question {n}"), timeout=30)
     with grpc.insecure_channel(faces[0][1].url.replace("grpc://", "ipv4:")) as channel:
         with pytest.raises(grpc.RpcError) as error:
-            channel.unary_unary(INFER)(request("x"), timeout=20)
+            channel.unary_unary(INFER)(request("x"), timeout=30)
     assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
@@ -103,15 +103,15 @@ def test_a_face_that_is_closed_costs_no_call_and_comes_back(faces: Any) -> None:
     router = router_to(faces, policy="round_robin", breaker_open="200ms")
     with gpuroute.grpc.channel(router, "p") as channel:
         call = channel.unary_unary(INFER)
-        assert call(request("a"), timeout=20)
+        assert call(request("a"), timeout=30)
         faces[0][1].stop()
         for n in range(8):
-            assert call(request(f"b{n}"), timeout=20)
+            assert call(request(f"b{n}"), timeout=30)
         before = faces[0][0].state()["received"]
         faces[0][1].start()
         until = time.monotonic() + 10
         while faces[0][0].state()["received"] == before and time.monotonic() < until:
-            call(request("c"), timeout=20)
+            call(request("c"), timeout=30)
         assert faces[0][0].state()["received"] > before
 
 
@@ -121,14 +121,14 @@ def test_load_is_seen_over_grpc_as_over_http(faces: Any, eventually: Any) -> Non
     router = router_to(faces, policy="least_request")
     with gpuroute.grpc.channel(router, "p") as channel:
         call = channel.unary_unary(INFER)
-        threads = [threading.Thread(target=lambda: call(request("x"), timeout=20)) for _ in range(8)]
+        threads = [threading.Thread(target=lambda: call(request("x"), timeout=30)) for _ in range(8)]
         for thread in threads:
             thread.start()
         stuck = faces[0][0]
         eventually(lambda: 0 < stuck.state()["live"] == sum(t.is_alive() for t in threads), "the rest is answered")
         before = faces[1][0].state()["received"]
         for n in range(8):
-            call(request(f"short {n}"), timeout=20)
+            call(request(f"short {n}"), timeout=30)
         assert faces[1][0].state()["received"] >= before + 7
         faces[0][0].resume()
         for thread in threads:

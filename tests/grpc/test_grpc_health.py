@@ -29,7 +29,7 @@ def answering(service: str, method: str, answer: Callable[[bytes, Any], Any], *,
     try:
         yield f"ipv4:127.0.0.1:{port}"
     finally:
-        server.stop(0).wait(5)
+        server.stop(0).wait(30)
 
 
 def check(target: str, probe: health.Probe) -> bool:
@@ -62,7 +62,7 @@ def test_an_unknown_service_is_not_serving() -> None:
 
 def test_nobody_there_is_an_error() -> None:
     with grpc.insecure_channel("ipv4:127.0.0.1:1") as channel, pytest.raises(grpc.RpcError) as error:
-        health.ask(channel, health.serving(), timeout=2)
+        health.ask(channel, health.serving(), timeout=30)
     assert error.value.code() is grpc.StatusCode.UNAVAILABLE
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
-from world import Manner, Server, drained, in_flight, method, refused_url, router_of, servers
+from world import Manner, Server, drained, in_flight, method, refused_url, router_of, servers, soon
 
 import gpuroute
 import gpuroute.grpc
@@ -52,7 +52,7 @@ def test_a_dead_endpoint_costs_nothing_but_an_attempt(manner: Manner, two: list[
     dead = [refused_url() for _ in range(2)]
     for _ in range(4):
         router = router_of(*dead, two[0].url)
-        assert manner.call(router, "Who", b"", timeout=5) == b"s0"
+        assert manner.call(router, "Who", b"", timeout=30) == b"s0"
         tried = [view for view in router.snapshot().pools["p"].endpoints if view.url in dead and view.served > 1]
         assert not tried, "a dead endpoint was tried again while another was untried"
         assert drained(router)
@@ -61,7 +61,7 @@ def test_a_dead_endpoint_costs_nothing_but_an_attempt(manner: Manner, two: list[
 def test_the_last_error_tells_of_all_attempts(manner: Manner) -> None:
     router = router_of(refused_url(), refused_url())
     with pytest.raises(grpc.RpcError) as error:
-        manner.call(router, "Echo", b"", timeout=5)
+        manner.call(router, "Echo", b"", timeout=30)
     assert error.value.code() is CODE.UNAVAILABLE
     assert "refused" in error.value.details()
     (note,) = error.value.__notes__
@@ -73,7 +73,7 @@ def test_an_endpoint_that_cannot_is_left_for_one_that_can(manner: Manner, two: l
     two[0].service.fail_next = [code] * 100
     router = router_of(*urls(two), policy="round_robin")
     for _ in range(4):
-        assert manner.call(router, "Who", b"", timeout=5) == b"s1"
+        assert manner.call(router, "Who", b"", timeout=30) == b"s1"
         assert drained(router)
     assert two[0].service.received, "the failing endpoint was never met"
 
@@ -83,7 +83,7 @@ def test_other_failures_are_the_callers_to_judge(manner: Manner, two: list[Serve
     for server in two:
         server.service.fail_next = [code]
     with pytest.raises(grpc.RpcError) as error:
-        manner.call(router_of(*urls(two)), "Echo", b"x", timeout=5)
+        manner.call(router_of(*urls(two)), "Echo", b"x", timeout=30)
     assert error.value.code() is code
     assert received(two) == 1
 
@@ -92,19 +92,19 @@ def test_other_failures_are_the_callers_to_judge(manner: Manner, two: list[Serve
 def test_they_are_repeated_where_repeating_is_said_to_be_harmless(manner: Manner, code: Any) -> None:
     with servers(1) as one:
         one[0].service.fail_next = [code]
-        assert manner.call(router_of(one[0].url), "Echo", b"x", timeout=5, given={"replay": "failed"}) == b"x"
+        assert manner.call(router_of(one[0].url), "Echo", b"x", timeout=30, given={"replay": "failed"}) == b"x"
 
 
 def test_nothing_that_left_is_repeated_where_that_was_asked(manner: Manner, two: list[Server]) -> None:
     for server in two:
         server.service.fail_next = [CODE.UNAVAILABLE]
     with pytest.raises(grpc.RpcError):
-        manner.call(router_of(*urls(two)), "Echo", b"x", timeout=5, given={"replay": "unsent"})
+        manner.call(router_of(*urls(two)), "Echo", b"x", timeout=30, given={"replay": "unsent"})
     assert received(two) == 1
     two[0].service.fail_next = []
     for _ in range(4):
         router = router_of(refused_url(), two[0].url)
-        assert manner.call(router, "Echo", b"x", timeout=5, given={"replay": "unsent"}) == b"x"
+        assert manner.call(router, "Echo", b"x", timeout=30, given={"replay": "unsent"}) == b"x"
 
 
 def test_a_bad_replay_is_an_error() -> None:
@@ -134,7 +134,7 @@ def test_a_stream_moves_on_until_its_first_message(name: str, two: list[Server])
     for _ in range(4):
         two[0].service.fail_next = [CODE.UNAVAILABLE]
         router = router_of(refused_url(), *urls(two))
-        assert Manner(name).stream(router, "Count", b"3", timeout=5) == ([b"0", b"1", b"2"], None)
+        assert Manner(name).stream(router, "Count", b"3", timeout=30) == ([b"0", b"1", b"2"], None)
         assert drained(router)
 
 
@@ -142,7 +142,7 @@ def test_a_stream_moves_on_until_its_first_message(name: str, two: list[Server])
 def test_a_stream_that_began_is_never_replayed(name: str, two: list[Server]) -> None:
     """Case R3: what was delivered is a prefix of one endpoint's answer, and the failure is that endpoint's."""
     router = router_of(*urls(two))
-    messages, error = Manner(name).stream(router, "Count", b"2 UNAVAILABLE", timeout=5)
+    messages, error = Manner(name).stream(router, "Count", b"2 UNAVAILABLE", timeout=30)
     assert messages == [b"0", b"1"]
     assert error.code() is CODE.UNAVAILABLE
     assert received(two) == 1
@@ -152,7 +152,7 @@ def test_a_stream_that_began_is_never_replayed(name: str, two: list[Server]) -> 
 def test_requests_that_never_left_go_elsewhere_whole(manner: Manner, two: list[Server]) -> None:
     for _ in range(4):
         router = router_of(refused_url(), two[0].url)
-        assert manner.call(router, "Collect", iter([b"a", b"b", b"c"]), timeout=5) == b"a,b,c"
+        assert manner.call(router, "Collect", iter([b"a", b"b", b"c"]), timeout=30) == b"a,b,c"
         assert drained(router)
 
 
@@ -161,7 +161,7 @@ def test_requests_that_left_are_never_replayed(manner: Manner, two: list[Server]
     for server in two:
         server.service.fail_next = [CODE.UNAVAILABLE]
     with pytest.raises(grpc.RpcError) as error:
-        manner.call(router_of(*urls(two)), "Collect", iter([b"a", b"b"]), timeout=5)
+        manner.call(router_of(*urls(two)), "Collect", iter([b"a", b"b"]), timeout=30)
     assert error.value.code() is CODE.UNAVAILABLE
     assert received(two) == 1
 
@@ -169,7 +169,7 @@ def test_requests_that_left_are_never_replayed(manner: Manner, two: list[Server]
 def test_written_requests_that_never_left_are_written_elsewhere(two: list[Server]) -> None:
     async def chat() -> Any:
         async with gpuroute.grpc.aio.channel(router_of(refused_url(), two[0].url), "p") as channel:
-            call = channel.stream_stream(method("Chat"))(timeout=5)
+            call = channel.stream_stream(method("Chat"))(timeout=30)
             await call.write(b"one")
             first = await call.read()
             await call.write(b"two")
@@ -185,12 +185,20 @@ def test_written_requests_that_never_left_are_written_elsewhere(two: list[Server
 
 def test_a_timeout_spans_all_attempts(manner: Manner, two: list[Server]) -> None:
     """Case R9."""
-    router = router_of(*urls(two))
-    began = time.monotonic()
+    router = router_of(*urls(two), attempts=8)
+    for server in two:
+        server.service.trailing = (("grpc-retry-pushback-ms", "400"),)
+        server.service.fail_next = [CODE.UNAVAILABLE] * 8
     with pytest.raises(grpc.RpcError) as error:
-        manner.call(router, "Slow", b"", timeout=0.4)
+        manner.call(router, "Slow", b"", timeout=0.6)
+    # Eight attempts at two servers would take 1.2 s; what ends it is the deadline, or the word of who asks for longer.
+    assert error.value.code() in {CODE.DEADLINE_EXCEEDED, CODE.UNAVAILABLE}
+    assert received(two) < 8
+    for server in two:
+        server.service.fail_next = []
+    with pytest.raises(grpc.RpcError) as error:
+        manner.call(router_of(*urls(two)), "Slow", b"", timeout=0.4)
     assert error.value.code() is CODE.DEADLINE_EXCEEDED
-    assert time.monotonic() - began < 0.4 + 0.3
     assert drained(router)
 
 
@@ -212,7 +220,7 @@ def test_pushback_is_waited_for(manner: Manner) -> None:
         server.service.trailing = (("grpc-retry-pushback-ms", "300"),)
         server.service.fail_next = [CODE.UNAVAILABLE]
         began = time.monotonic()
-        assert manner.call(router_of(server.url), "Echo", b"x", timeout=5) == b"x"
+        assert manner.call(router_of(server.url), "Echo", b"x", timeout=30) == b"x"
         assert time.monotonic() - began >= 0.3
 
 
@@ -221,7 +229,7 @@ def test_negative_pushback_ends_the_call(manner: Manner, two: list[Server]) -> N
         server.service.trailing = (("grpc-retry-pushback-ms", "-1"),)
         server.service.fail_next = [CODE.UNAVAILABLE]
     with pytest.raises(grpc.RpcError):
-        manner.call(router_of(*urls(two)), "Echo", b"x", timeout=5)
+        manner.call(router_of(*urls(two)), "Echo", b"x", timeout=30)
     assert received(two) == 1
 
 
@@ -231,7 +239,7 @@ def test_overload_pauses_and_spares_the_breaker(two: list[Server]) -> None:
     with gpuroute.grpc.channel(router, "p") as channel:
         call = channel.unary_unary(method("Echo"))
         for _ in range(20):
-            assert call(b"x", timeout=5) == b"x"
+            assert call(b"x", timeout=30) == b"x"
     assert {view.breaker for view in router.snapshot().pools["p"].endpoints} == {"closed"}
     assert two[0].service.received <= 2, "an endpoint that said it is full was not left alone"
 
@@ -239,18 +247,17 @@ def test_overload_pauses_and_spares_the_breaker(two: list[Server]) -> None:
 def test_a_cancelled_call_makes_no_further_attempt() -> None:
     """Case R10, between attempts: the endpoint asked for a pause, during which the caller gives up."""
     with servers(1) as (server,):
-        server.service.trailing = (("grpc-retry-pushback-ms", "400"),)
+        server.service.trailing = (("grpc-retry-pushback-ms", "2000"),)
         server.service.fail_next = [CODE.UNAVAILABLE]
         router = router_of(server.url)
         with gpuroute.grpc.channel(router, "p") as channel:
-            call = channel.unary_unary(method("Echo")).future(b"x", timeout=5)
-            while not server.service.received or in_flight(router):
-                time.sleep(0.01)
+            call = channel.unary_unary(method("Echo")).future(b"x", timeout=30)
+            assert soon(lambda: server.service.received and not in_flight(router))
             assert call.cancel()
             assert (call.code(), call.cancelled(), call.done()) == (CODE.CANCELLED, True, True)
             with pytest.raises(grpc.FutureCancelledError):
                 call.result()
-            time.sleep(0.6)  # past the pause
+            time.sleep(2.2)  # past the pause
         assert server.service.received == 1
 
 
@@ -267,18 +274,16 @@ def test_an_interrupted_call_is_let_go_of(two: list[Server]) -> None:
 
 
 def test_g5_waiting_for_ready_does_not_hide_a_live_endpoint(manner: Manner, two: list[Server]) -> None:
+    """A channel that waited for the broken endpoint would wait until the deadline."""
     for _ in range(4):
-        began = time.monotonic()
         router = router_of(refused_url(), two[0].url)
-        assert manner.call(router, "Who", b"", wait_for_ready=True, timeout=5) == b"s0"
-        assert time.monotonic() - began < 1
+        assert manner.call(router, "Who", b"", wait_for_ready=True, timeout=30) == b"s0"
+        assert router.snapshot().pools["p"].signals["deadlines"] == 0
 
 
 def test_g5_waiting_for_ready_names_its_cause_in_the_end(manner: Manner) -> None:
-    began = time.monotonic()
     with pytest.raises(grpc.RpcError) as error:
         manner.call(router_of(refused_url()), "Who", b"", wait_for_ready=True, timeout=0.6)
-    assert time.monotonic() - began < 2
     assert error.value.code() in {CODE.DEADLINE_EXCEEDED, CODE.UNAVAILABLE}
     assert "refused" in f"{error.value.details()} {getattr(error.value, '__notes__', '')}"
 
@@ -289,7 +294,7 @@ def test_waiting_for_ready_outlasts_the_attempts(manner: Manner) -> None:
     timer = threading.Timer(0.5, lambda: started.append(Server("late", port=int(url.rpartition(":")[2]))))
     timer.start()
     try:
-        assert manner.call(router_of(url, retry_floor="1/s"), "Who", b"", wait_for_ready=True, timeout=15) == b"late"
+        assert manner.call(router_of(url, retry_floor="1/s"), "Who", b"", wait_for_ready=True, timeout=30) == b"late"
     finally:
         timer.join()
         started[0].stop()
@@ -316,7 +321,7 @@ def test_later_attempts_say_so(manner: Manner, two: list[Server]) -> None:
     for server in two:
         server.service.fail_next = [CODE.UNAVAILABLE]
     router = router_of(*urls(two))
-    assert manner.call(router, "Echo", b"x", timeout=5, metadata=(("mine", "1"),), given={"replay": "failed"}) == b"x"
+    assert manner.call(router, "Echo", b"x", timeout=30, metadata=(("mine", "1"),), given={"replay": "failed"}) == b"x"
     seen = [dict(metadata) for server in two for metadata in server.service.metadata]
     assert sorted(metadata.get("x-gpuroute-attempt", "") for metadata in seen) == ["", "2", "3"]
     assert {metadata["mine"] for metadata in seen} == {"1"}
@@ -332,7 +337,7 @@ def test_options_hold_for_a_block_and_metadata_win(two: list[Server]) -> None:
             assert {call(b"") for _ in range(8)} == {b"s0"}
             assert {call(b"", metadata=(("x-gpuroute-key", other),)) for _ in range(8)} == {b"s1"}
         with gpuroute.grpc.options(timeout=0.1), pytest.raises(grpc.RpcError) as error:
-            channel.unary_unary(method("Slow"))(b"", timeout=5)
+            channel.unary_unary(method("Slow"))(b"", timeout=30)
         assert error.value.code() is CODE.DEADLINE_EXCEEDED
 
 
@@ -438,25 +443,17 @@ def test_g7_open_streams_count_as_load(two: list[Server]) -> None:
         assert loads == [5, 5]
         # A server that ends its half of the streams has no load any more, and gets the short calls.
         two[0].service.release.set()
-        states = {view.url: view for view in router.snapshot().pools["p"].endpoints}
-        ended = [stream for stream in open_streams if _ends(stream)]
-        assert len(ended) == 5
-        states = {view.url: view.in_flight for view in router.snapshot().pools["p"].endpoints}
-        assert states == {two[0].url: 0, two[1].url: 5}
+        for stream in open_streams:
+            threading.Thread(target=_exhaust, args=(stream,), daemon=True).start()
+        assert soon(lambda: _loads(router) == {two[0].url: 0, two[1].url: 5}), _loads(router)
         assert {who(b"") for _ in range(20)} == {b"s0"}
         for stream in open_streams:
             stream.cancel()
         assert drained(router)
 
 
-def _ends(stream: Any) -> bool:
-    """True if the stream comes to its end by itself within a moment."""
-    until = time.monotonic() + 0.2
-    ended = threading.Event()
-    stream.add_done_callback(lambda _: ended.set())
-    reader = threading.Thread(target=lambda: _exhaust(stream), daemon=True)
-    reader.start()
-    return ended.wait(max(0.0, until - time.monotonic()))
+def _loads(router: gpuroute.Router) -> dict[str, int]:
+    return {view.url: view.in_flight for view in router.snapshot().pools["p"].endpoints}
 
 
 def _exhaust(stream: Any) -> None:
@@ -540,9 +537,7 @@ def test_g3_endpoints_that_come_and_go_leave_nothing_behind() -> None:
                 registry.set({"p": [Endpoint(f"e{n}", server.url), Endpoint("never", refused_url(), weight=0)]})
                 assert call(b"") == server.service.name
             assert len(channel._peers) == 1
-            until = time.monotonic() + 5
-            while _descriptors() > before + 10 and time.monotonic() < until:
-                time.sleep(0.05)
+            soon(lambda: _descriptors() <= before + 10)
             assert _descriptors() <= before + 10
 
 
@@ -615,7 +610,7 @@ def test_a_view_that_does_not_come_is_unavailable(manner: Manner) -> None:
 def test_a_view_that_comes_late_is_waited_for(manner: Manner, two: list[Server]) -> None:
     registry = FakeRegistry()
     threading.Timer(0.2, lambda: registry.set({"p": [two[0].url]})).start()
-    assert manner.call(gpuroute.Router(registry), "Who", b"", timeout=5) == b"s0"
+    assert manner.call(gpuroute.Router(registry), "Who", b"", timeout=30) == b"s0"
 
 
 def test_a_url_that_grpc_cannot_use_is_left_for_another(manner: Manner, two: list[Server]) -> None:
@@ -643,7 +638,7 @@ def test_a_storm_of_failures_is_bounded_by_the_budget() -> None:
             call = channel.unary_unary(method("Echo"))
             for _ in range(200):
                 with pytest.raises(grpc.RpcError):
-                    call(b"", timeout=5)
+                    call(b"", timeout=30)
         assert received(running) <= 200 * 1.2 + 20
 
 
@@ -715,7 +710,7 @@ def test_many_threads_share_a_channel(two: list[Server]) -> None:
         def work(n: int) -> None:
             for i in range(25):
                 body = b"%d-%d" % (n, i)
-                if call(body, timeout=20) != body:
+                if call(body, timeout=30) != body:
                     wrong.append(body)
 
         threads = [threading.Thread(target=work, args=(n,)) for n in range(16)]

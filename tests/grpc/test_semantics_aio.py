@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
-from world import Server, drained, method, router_of
+from world import Server, drained, method, router_of, soon
 
 import gpuroute.grpc.aio
 
@@ -48,8 +48,13 @@ async def collected(messages: Any) -> list[Any]:
     return [message async for message in messages]
 
 
+async def arrived(service: Any) -> None:
+    """Once the call has reached its handler."""
+    assert await asyncio.to_thread(soon, lambda: service.received)
+
+
 async def heard(event: Any) -> bool:
-    return await asyncio.to_thread(event.wait, 5)
+    return await asyncio.to_thread(event.wait, 30)
 
 
 # ------------------------------------------------------------------------------------------ the behaviours
@@ -57,7 +62,7 @@ async def heard(event: Any) -> bool:
 
 async def unary(channel: Any, service: Any) -> Any:
     call = channel.unary_unary(method("Echo"))
-    return await call(b"one"), await call(b""), await call(b"two", timeout=5, compression=grpc.Compression.Gzip)
+    return await call(b"one"), await call(b""), await call(b"two", timeout=30, compression=grpc.Compression.Gzip)
 
 
 async def unary_call(channel: Any, service: Any) -> Any:
@@ -96,7 +101,7 @@ async def unary_statuses(channel: Any, service: Any) -> Any:
     for code in grpc.StatusCode:
         if code is not grpc.StatusCode.OK:
             with pytest.raises(grpc.aio.AioRpcError) as error:
-                await call(code.name.encode(), timeout=10)
+                await call(code.name.encode(), timeout=30)
             value = error.value
             found[code.name] = value.code(), value.details(), pairs(value.trailing_metadata())
     return found
@@ -116,7 +121,7 @@ async def unary_unknown_method(channel: Any, service: Any) -> Any:
 
 
 async def unary_deadline(channel: Any, service: Any) -> Any:
-    found = await fate(channel.unary_unary(method("Slow"))(b"", timeout=0.05))
+    found = await fate(channel.unary_unary(method("Slow"))(b"", timeout=1.0))
     return found[0], await heard(service.cancelled)
 
 
@@ -125,7 +130,7 @@ async def unary_no_time(channel: Any, service: Any) -> Any:
 
 
 async def unary_wait_for_ready(channel: Any, service: Any) -> Any:
-    return await channel.unary_unary(method("Echo"))(b"x", wait_for_ready=True, timeout=5)
+    return await channel.unary_unary(method("Echo"))(b"x", wait_for_ready=True, timeout=30)
 
 
 async def unary_big(channel: Any, service: Any) -> Any:
@@ -135,7 +140,7 @@ async def unary_big(channel: Any, service: Any) -> Any:
 
 async def unary_cancel(channel: Any, service: Any) -> Any:
     call = channel.unary_unary(method("Slow"))(b"")
-    await asyncio.sleep(0.05)
+    await arrived(service)
     cancelled = call.cancel(), call.cancel(), call.cancelled(), call.done()
     return cancelled, await fate(call), await ending(call)
 
@@ -152,7 +157,7 @@ async def unary_task_cancelled(channel: Any, service: Any) -> Any:
         await call
 
     task = asyncio.create_task(wait())
-    await asyncio.sleep(0.05)
+    await arrived(service)
     task.cancel()
     return await fate(task), call.cancelled(), await ending(call), await heard(service.cancelled)
 
@@ -163,7 +168,7 @@ async def unary_waited_for(channel: Any, service: Any) -> Any:
 
 
 async def stream(channel: Any, service: Any) -> Any:
-    call = channel.unary_stream(method("Count"))(b"5", timeout=5)
+    call = channel.unary_stream(method("Count"))(b"5", timeout=30)
     return await collected(call), pairs(await call.initial_metadata()), await ending(call)
 
 
@@ -219,13 +224,13 @@ async def stream_cancel_at_once(channel: Any, service: Any) -> Any:
 async def stream_task_cancelled(channel: Any, service: Any) -> Any:
     call = channel.unary_stream(method("Count"))(b"1 wait")
     task = asyncio.create_task(collected(call))
-    await asyncio.sleep(0.1)
+    await arrived(service)
     task.cancel()
     return await fate(task), call.cancelled(), await heard(service.cancelled)
 
 
 async def stream_deadline(channel: Any, service: Any) -> Any:
-    call = channel.unary_stream(method("Count"))(b"1 wait", timeout=0.2)
+    call = channel.unary_stream(method("Count"))(b"1 wait", timeout=1.5)
     return await call.read(), (await fate(call.read()))[0], (await call.code()).name
 
 
@@ -236,7 +241,7 @@ async def client_stream(channel: Any, service: Any) -> Any:
         yield b"x"
         yield b"y"
 
-    return await call([b"a", b"b"], timeout=5), await call(several()), await call(iter(())), await call(iter([b"z"]))
+    return await call([b"a", b"b"], timeout=30), await call(several()), await call(iter(())), await call(iter([b"z"]))
 
 
 async def client_stream_written(channel: Any, service: Any) -> Any:
@@ -267,7 +272,7 @@ async def client_stream_bad_iterator(channel: Any, service: Any) -> Any:
 
 
 async def chat(channel: Any, service: Any) -> Any:
-    call = channel.stream_stream(method("Chat"))(timeout=10)
+    call = channel.stream_stream(method("Chat"))(timeout=30)
     await call.wait_for_connection()
     answers = []
     for word in (b"one", b"two"):
@@ -315,7 +320,7 @@ async def closed(channel: Any, service: Any) -> Any:
     await channel.close()
     await channel.close()
     # grpcio 1.66 never wakes a reader of a closed channel
-    ends = await fate(asyncio.wait_for(running, 5)), await fate(asyncio.wait_for(reading.read(), 5)), running.done()
+    ends = await fate(asyncio.wait_for(running, 30)), await fate(asyncio.wait_for(reading.read(), 30)), running.done()
 
     async def after() -> Any:
         return await call(b"")
@@ -325,8 +330,8 @@ async def closed(channel: Any, service: Any) -> Any:
 
 async def closed_with_grace(channel: Any, service: Any) -> Any:
     running = channel.unary_unary(method("Slow"))(b"late")
-    await asyncio.sleep(0.05)
-    closing = asyncio.create_task(channel.close(5))
+    await arrived(service)
+    closing = asyncio.create_task(channel.close(30))
     await asyncio.sleep(0.05)
     service.release.set()
     await closing

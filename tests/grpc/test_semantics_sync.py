@@ -50,7 +50,7 @@ def ending(call: Any) -> tuple[Any, ...]:
 
 def unary(channel: grpc.Channel, service: Any) -> Any:
     call = channel.unary_unary(method("Echo"))
-    return [call(b"one"), call(b""), call(b"two", timeout=5, compression=grpc.Compression.Gzip)]
+    return [call(b"one"), call(b""), call(b"two", timeout=30, compression=grpc.Compression.Gzip)]
 
 
 def unary_with_call(channel: grpc.Channel, service: Any) -> Any:
@@ -70,7 +70,7 @@ def unary_statuses(channel: grpc.Channel, service: Any) -> Any:
         if code is grpc.StatusCode.OK:
             continue
         with pytest.raises(grpc.RpcError) as error:
-            call(code.name.encode(), timeout=10)
+            call(code.name.encode(), timeout=30)
         value = error.value
         found[code.name] = value.code(), value.details(), pairs(value.trailing_metadata()), isinstance(value, grpc.Call)
     return found
@@ -86,7 +86,7 @@ def unary_unknown_method(channel: grpc.Channel, service: Any) -> Any:
 
 def unary_deadline(channel: grpc.Channel, service: Any) -> Any:
     call = channel.unary_unary(method("Slow"))
-    return fate(lambda: call(b"", timeout=0.05))[0], service.cancelled.wait(5)
+    return fate(lambda: call(b"", timeout=1.0))[0], service.cancelled.wait(30)
 
 
 def unary_no_time(channel: grpc.Channel, service: Any) -> Any:
@@ -95,7 +95,7 @@ def unary_no_time(channel: grpc.Channel, service: Any) -> Any:
 
 
 def unary_wait_for_ready(channel: grpc.Channel, service: Any) -> Any:
-    return channel.unary_unary(method("Echo"))(b"x", wait_for_ready=True, timeout=5)
+    return channel.unary_unary(method("Echo"))(b"x", wait_for_ready=True, timeout=30)
 
 
 def unary_big(channel: grpc.Channel, service: Any) -> Any:
@@ -119,13 +119,13 @@ def unary_call_credentials(channel: grpc.Channel, service: Any) -> Any:
 
 
 def future(channel: grpc.Channel, service: Any) -> Any:
-    call = channel.unary_unary(method("Echo")).future(b"one", timeout=5)
+    call = channel.unary_unary(method("Echo")).future(b"one", timeout=30)
     heard: queue.Queue[Any] = queue.Queue()
     call.add_done_callback(heard.put)
-    result = call.result(timeout=5)
+    result = call.result(timeout=30)
     return (
         result,
-        heard.get(timeout=5) is call,
+        heard.get(timeout=30) is call,
         call.exception(),
         call.traceback(),
         call.cancelled(),
@@ -149,8 +149,8 @@ def future_late_callbacks(channel: grpc.Channel, service: Any) -> Any:
 
 def future_failed(channel: grpc.Channel, service: Any) -> Any:
     call = channel.unary_unary(method("Fail")).future(b"NOT_FOUND")
-    error = call.exception(timeout=5)
-    return fate(lambda: call.result(timeout=5)), error.code().name, call.traceback() is not None, ending(call)
+    error = call.exception(timeout=30)
+    return fate(lambda: call.result(timeout=30)), error.code().name, call.traceback() is not None, ending(call)
 
 
 def future_timeout(channel: grpc.Channel, service: Any) -> Any:
@@ -158,14 +158,14 @@ def future_timeout(channel: grpc.Channel, service: Any) -> Any:
     early = fate(lambda: call.result(timeout=0.02)), fate(lambda: call.exception(timeout=0.02))
     running = call.running(), call.done(), call.is_active(), call.time_remaining()
     service.release.set()
-    return early, running, call.result(timeout=5)
+    return early, running, call.result(timeout=30)
 
 
 def future_cancel(channel: grpc.Channel, service: Any) -> Any:
     call = channel.unary_unary(method("Slow")).future(b"one", timeout=60)
     remaining = 50 < call.time_remaining() <= 60
     first, second = call.cancel(), call.cancel()
-    after = fate(lambda: call.result(timeout=5)), fate(lambda: call.exception(timeout=5)), call.cancelled(), call.done()
+    after = fate(lambda: call.result(timeout=30)), fate(lambda: call.exception(timeout=30)), call.cancelled(), call.done()
     return remaining, first, second, after, call.code().name, call.details()
 
 
@@ -175,7 +175,7 @@ def future_deadline(channel: grpc.Channel, service: Any) -> Any:
 
 
 def stream(channel: grpc.Channel, service: Any) -> Any:
-    call = channel.unary_stream(method("Count"))(b"5", timeout=5)
+    call = channel.unary_stream(method("Count"))(b"5", timeout=30)
     messages = list(call)
     again = fate(lambda: next(call))
     return messages, again, pairs(call.initial_metadata()), ending(call)
@@ -206,7 +206,7 @@ def stream_break(channel: grpc.Channel, service: Any) -> Any:
     call = channel.unary_stream(method("Count"))(b"3 wait")
     messages = [next(call), next(call)]
     cancelled = call.cancel(), call.cancel()
-    return messages, cancelled, fate(lambda: list(call)), call.code().name, service.cancelled.wait(5)
+    return messages, cancelled, fate(lambda: list(call)), call.code().name, service.cancelled.wait(30)
 
 
 def stream_cancel_at_once(channel: grpc.Channel, service: Any) -> Any:
@@ -225,11 +225,11 @@ def stream_dropped(channel: grpc.Channel, service: Any) -> Any:
     call = channel.unary_stream(method("Count"))(b"3 wait")
     first = next(call)
     del call
-    return first, service.cancelled.wait(5)
+    return first, service.cancelled.wait(30)
 
 
 def stream_deadline(channel: grpc.Channel, service: Any) -> Any:
-    call = channel.unary_stream(method("Count"))(b"2 wait", timeout=0.2)
+    call = channel.unary_stream(method("Count"))(b"2 wait", timeout=1.5)
     messages = [next(call), next(call)]
     return messages, fate(lambda: next(call))[0], call.code().name
 
@@ -241,12 +241,12 @@ def stream_done_callback(channel: grpc.Channel, service: Any) -> Any:
     nullary: queue.Queue[Any] = queue.Queue()
     added = call.add_callback(lambda: nullary.put(1))
     messages = list(call)
-    return messages, heard.get(timeout=5) is call, added, nullary.get(timeout=5), call.add_callback(print)
+    return messages, heard.get(timeout=30) is call, added, nullary.get(timeout=30), call.add_callback(print)
 
 
 def client_stream(channel: grpc.Channel, service: Any) -> Any:
     call = channel.stream_unary(method("Collect"))
-    response, end = call.with_call(iter([b"a", b"b"]), timeout=5)
+    response, end = call.with_call(iter([b"a", b"b"]), timeout=30)
     return call(iter([b"a", b"b", b"c"])), call(iter(())), response, end.code().name, call.future(iter([b"z"])).result()
 
 
@@ -266,7 +266,7 @@ def client_stream_bad_iterator(channel: grpc.Channel, service: Any) -> Any:
 
 def chat(channel: grpc.Channel, service: Any) -> Any:
     asked: queue.Queue[bytes | None] = queue.Queue()
-    call = channel.stream_stream(method("Chat"))(iter(asked.get, None), timeout=10)
+    call = channel.stream_stream(method("Chat"))(iter(asked.get, None), timeout=30)
     answers = []
     for word in (b"one", b"two"):
         asked.put(word)
@@ -297,7 +297,7 @@ def chat_cancelled(channel: grpc.Channel, service: Any) -> Any:
     first = next(call)
     call.cancel()
     asked.put(None)
-    return first, fate(lambda: next(call)), call.cancelled(), service.cancelled.wait(5)
+    return first, fate(lambda: next(call)), call.cancelled(), service.cancelled.wait(30)
 
 
 def intercepted(channel: grpc.Channel, service: Any) -> Any:
@@ -328,10 +328,10 @@ def intercepted(channel: grpc.Channel, service: Any) -> Any:
 
 
 def connectivity(channel: grpc.Channel, service: Any) -> Any:
-    grpc.channel_ready_future(channel).result(timeout=5)
+    grpc.channel_ready_future(channel).result(timeout=30)
     heard: queue.Queue[Any] = queue.Queue()
     channel.subscribe(heard.put)
-    state = heard.get(timeout=5)
+    state = heard.get(timeout=30)
     channel.unsubscribe(heard.put)
     return state.name
 

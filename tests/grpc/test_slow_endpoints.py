@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
-from world import Manner, Server, drained, method, router_of, servers
+from world import Manner, Server, drained, in_flight, method, router_of, servers, soon
 
 import gpuroute
 import gpuroute.grpc
@@ -18,7 +18,7 @@ import gpuroute.grpc.aio
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-WARM_UP = 40  # of each kind: what is usual is known after 20, and 5 % of all calls may be hedged
+WARM_UP = 100  # what is usual is known after 20 calls; these outweigh the few real ones
 
 
 @pytest.fixture
@@ -32,34 +32,37 @@ def manner(request: pytest.FixtureRequest) -> Manner:
     return Manner(request.param)
 
 
-def experienced(
-    two: list[Server], *, first_floor: float = 0.3, gap_floor: float = 0.3, **settings: Any
-) -> gpuroute.Router:
-    """A router that knows how quick both servers are, with a watchdog that is quick to bark."""
+def experienced(two: list[Server], *, floor: float = 1.5, **settings: Any) -> gpuroute.Router:
+    """A router that knows both servers as quick (whatever this machine is), with a watchdog that barks after `floor`."""
     router = router_of(*(server.url for server in two), policy="round_robin", **settings)
     router.ready()
     pool = router.pool("p")
-    rules = replace(pool.rules.watchdog, first_floor_s=first_floor, gap_floor_s=gap_floor)
+    rules = replace(pool.rules.watchdog, first_floor_s=floor, gap_floor_s=floor)
     pool.rules = replace(pool.rules, watchdog=rules)
     with gpuroute.grpc.channel(router, "p") as channel:
-        who, count = channel.unary_unary(method("Who")), channel.unary_stream(method("Count"))
-        for _ in range(WARM_UP):
-            who(b"", timeout=5)
-            list(count(b"3", timeout=5))
+        who = channel.unary_unary(method("Who"))
+        assert {who(b"", timeout=30) for _ in range(4)} == {b"s0", b"s1"}
+    for history in (pool.shared.history, *(state.history for state in pool.snapshot.states)):
+        for kind in (history.whole, history.ttft, history.gap):
+            for n in range(WARM_UP):
+                kind.add(0.04 + 0.001 * (n % 5))
+    pool.arrivals.add(router.clock(), 1000.0)  # 5 % of the calls of the last seconds may be hedged
     return router
 
 
 # ------------------------------------------------------------------------------------------ hedging
 
 
+def _hedges(router: gpuroute.Router) -> int:
+    return router.snapshot().pools["p"].signals["hedges"]
+
+
 def test_a_slow_unary_call_is_hedged(manner: Manner, two: list[Server]) -> None:
-    router = experienced(two, hedge=True, gap_floor=5.0)
+    router = experienced(two, hedge=True, floor=60.0)
     two[0].service.hang = True
-    began = time.monotonic()
     for _ in range(4):
-        assert manner.call(router, "Who", b"", timeout=10) == b"s1"
-    assert time.monotonic() - began < 4
-    assert two[0].service.cancelled.wait(5), "the loser was left running"
+        assert manner.call(router, "Who", b"", timeout=30) == b"s1"
+    assert two[0].service.cancelled.wait(30), "the loser was left running"
     assert drained(router)
     signals = router.snapshot().pools["p"].signals
     assert signals["hedges"] >= 1
@@ -67,7 +70,7 @@ def test_a_slow_unary_call_is_hedged(manner: Manner, two: list[Server]) -> None:
 
 
 def test_hedging_is_off_unless_asked_for(manner: Manner, two: list[Server]) -> None:
-    router = experienced(two, gap_floor=5.0)
+    router = experienced(two, floor=60.0)
     received = sum(server.service.received for server in two)
     two[0].service.hang = two[1].service.hang = True
     with pytest.raises(grpc.RpcError) as error:
@@ -77,34 +80,32 @@ def test_hedging_is_off_unless_asked_for(manner: Manner, two: list[Server]) -> N
 
 
 def test_a_call_may_ask_for_hedging(manner: Manner, two: list[Server]) -> None:
-    router = experienced(two, gap_floor=5.0)
+    router = experienced(two, floor=60.0)
     two[0].service.hang = True
     for _ in range(2):
-        assert manner.call(router, "Who", b"", timeout=10, metadata=(("x-gpuroute-hedge", "true"),)) == b"s1"
+        assert manner.call(router, "Who", b"", timeout=30, metadata=(("x-gpuroute-hedge", "true"),)) == b"s1"
     with gpuroute.grpc.options(hedge=True):
         for _ in range(2):
-            assert manner.call(router, "Who", b"", timeout=10) == b"s1"
+            assert manner.call(router, "Who", b"", timeout=30) == b"s1"
 
 
 def test_a_failed_first_attempt_leaves_it_to_the_second(manner: Manner, two: list[Server]) -> None:
     """The slow attempt ends with an error while the hedge is still at work: the hedge decides."""
-    router = experienced(two, hedge=True, gap_floor=5.0)
+    router = experienced(two, hedge=True, floor=60.0)
     two[0].service.hang = two[1].service.hang = True
     two[0].service.released_code = grpc.StatusCode.INTERNAL
     answers: list[Any] = []
 
     def ask() -> None:
-        answers.append(manner.call(router, "Who", b"", timeout=10))
+        answers.append(manner.call(router, "Who", b"", timeout=30))
 
     import threading
 
     thread = threading.Thread(target=ask)
     thread.start()
-    until = time.monotonic() + 5
-    while router.snapshot().pools["p"].signals["hedges"] < 1 and time.monotonic() < until:
-        time.sleep(0.01)
+    assert soon(lambda: _hedges(router)), router.snapshot().pools["p"].signals
     two[0].service.release.set()
-    time.sleep(0.2)
+    assert soon(lambda: in_flight(router) == 1), "the first attempt's failure was not heard"
     two[1].service.release.set()
     thread.join()
     assert answers == [b"s1"]
@@ -112,15 +113,13 @@ def test_a_failed_first_attempt_leaves_it_to_the_second(manner: Manner, two: lis
 
 
 def test_cancelling_a_hedged_call_ends_both_attempts(two: list[Server]) -> None:
-    router = experienced(two, hedge=True, gap_floor=5.0)
+    router = experienced(two, hedge=True, floor=60.0)
     two[0].service.hang = two[1].service.hang = True
     with gpuroute.grpc.channel(router, "p") as channel:
-        call = channel.unary_unary(method("Who")).future(b"", timeout=20)
-        until = time.monotonic() + 5
-        while router.snapshot().pools["p"].signals["hedges"] < 1 and time.monotonic() < until:
-            time.sleep(0.01)
+        call = channel.unary_unary(method("Who")).future(b"", timeout=30)
+        assert soon(lambda: _hedges(router)), router.snapshot().pools["p"].signals
         assert call.cancel()
-        assert all(server.service.cancelled.wait(5) for server in two)
+        assert all(server.service.cancelled.wait(30) for server in two)
     assert drained(router)
 
 
@@ -130,10 +129,8 @@ def test_cancelling_a_hedged_call_ends_both_attempts(two: list[Server]) -> None:
 def test_a_hung_unary_call_goes_elsewhere(manner: Manner, two: list[Server]) -> None:
     router = experienced(two)
     two[0].service.hang = True
-    began = time.monotonic()
     for _ in range(2):
-        assert manner.call(router, "Who", b"", timeout=20) == b"s1"
-    assert time.monotonic() - began < 8
+        assert manner.call(router, "Who", b"", timeout=60) == b"s1"
     assert router.snapshot().pools["p"].signals["stalls"] >= 1
     assert drained(router)
 
@@ -142,10 +139,8 @@ def test_a_hung_unary_call_goes_elsewhere(manner: Manner, two: list[Server]) -> 
 def test_a_stream_that_does_not_begin_goes_elsewhere(name: str, two: list[Server]) -> None:
     router = experienced(two)
     two[0].service.hang = True
-    began = time.monotonic()
     for _ in range(2):
-        assert Manner(name).stream(router, "Count", b"3") == ([b"0", b"1", b"2"], None)
-    assert time.monotonic() - began < 8
+        assert Manner(name).stream(router, "Count", b"3", timeout=60) == ([b"0", b"1", b"2"], None)
     assert router.snapshot().pools["p"].signals["stalls"] >= 1
     assert drained(router)
 
@@ -154,9 +149,7 @@ def test_a_stream_that_does_not_begin_goes_elsewhere(name: str, two: list[Server
 def test_a_stream_that_falls_silent_is_cut(name: str, two: list[Server]) -> None:
     router = experienced(two)
     received = sum(server.service.received for server in two)
-    began = time.monotonic()
-    messages, error = Manner(name).stream(router, "Count", b"2 wait")
-    assert time.monotonic() - began < 8
+    messages, error = Manner(name).stream(router, "Count", b"2 wait", timeout=60)
     assert messages == [b"0", b"1"]
     assert isinstance(error, gpuroute.StreamStalled)
     assert error.code() is grpc.StatusCode.UNAVAILABLE
@@ -173,7 +166,8 @@ def test_a_slow_reader_is_no_silence(two: list[Server]) -> None:
         found = []
         for message in call:
             found.append(message)
-            time.sleep(0.5)
+            if len(found) == 1:
+                time.sleep(2.0)
     assert found == [b"0", b"1", b"2"]
 
 
@@ -185,7 +179,8 @@ def test_a_slow_reader_is_no_silence_in_asyncio(two: list[Server]) -> None:
         async with gpuroute.grpc.aio.channel(router, "p") as channel:
             async for message in channel.unary_stream(method("Count"))(b"3"):
                 found.append(message)
-                await asyncio.sleep(0.5)
+                if len(found) == 1:
+                    await asyncio.sleep(2.0)
         return found
 
     assert asyncio.run(run()) == [b"0", b"1", b"2"]
@@ -193,7 +188,7 @@ def test_a_slow_reader_is_no_silence_in_asyncio(two: list[Server]) -> None:
 
 def test_a_reader_that_is_cancelled_is_cancelled(two: list[Server]) -> None:
     """Not to be mistaken for the watchdog's own cancellation."""
-    router = experienced(two, first_floor=5.0, gap_floor=5.0)
+    router = experienced(two, floor=60.0)
 
     async def run() -> bool:
         async with gpuroute.grpc.aio.channel(router, "p") as channel:

@@ -41,6 +41,7 @@ class Service:
         self.trailing: tuple[tuple[str, Any], ...] = ()
         self.hang = False
         self.released_code: grpc.StatusCode | None = None
+        self.heard: Callable[[], object] = lambda: None
 
     def _wait(self, context: grpc.ServicerContext) -> None:
         """Until the test says so, or the call has ended: a thread must not outlive its call."""
@@ -49,6 +50,7 @@ class Service:
 
     def _enter(self, context: grpc.ServicerContext) -> None:
         self.received += 1
+        self.heard()
         self.metadata.append(tuple((k, v) for k, v in context.invocation_metadata() if k != "user-agent"))
         if self.trailing:
             context.set_trailing_metadata(self.trailing)
