@@ -37,6 +37,7 @@ def channel(
     prompt: ReadPrompt | None = read_message,
     replay: str = "unavailable",
     idle_timeout: float = 300.0,
+    load_reports: float | None = None,
 ) -> grpc.Channel:
     """A `grpc.Channel` that sends every RPC to the endpoint of `pool` which will answer soonest.
 
@@ -45,6 +46,7 @@ def channel(
     (a `Prompt`, its bytes, or None) where the policy uses prefixes; None: never. `replay`: which failures of a single
     request may be tried elsewhere: "unsent" (it never left), "unavailable" (and UNAVAILABLE), "failed" (and UNKNOWN,
     INTERNAL, DATA_LOSS: only if repeating is harmless). `idle_timeout`: seconds after which an unused channel closes.
+    `load_reports`: follow the load that endpoints report by the ORCA service, every so many seconds; None: do not.
     Any thread. Raises ConfigError.
     """
     return RoutedChannel(
@@ -56,4 +58,5 @@ def channel(
         prompt=prompt,
         replay=replay,
         idle_timeout=idle_timeout,
+        load_reports=load_reports,
     )

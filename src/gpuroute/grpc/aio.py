@@ -29,6 +29,7 @@ def channel(
     prompt: ReadPrompt | None = read_message,
     replay: str = "unavailable",
     idle_timeout: float = 300.0,
+    load_reports: float | None = None,
 ) -> grpc.aio.Channel:
     """A `grpc.aio.Channel` that sends every RPC to the endpoint of `pool` which will answer soonest.
 
@@ -45,4 +46,5 @@ def channel(
         prompt=prompt,
         replay=replay,
         idle_timeout=idle_timeout,
+        load_reports=load_reports,
     )

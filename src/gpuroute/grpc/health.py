@@ -20,6 +20,7 @@ from grpc import RpcError, StatusCode
 from gpuroute.core.orca import LoadReport, parse_orca_bin
 from gpuroute.core.wire import Message, WireError, encode
 from gpuroute.errors import ConfigError
+from gpuroute.transports.grpc_reports import METHOD, report_request
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -136,11 +137,10 @@ def watch(channel: grpc.Channel, service: str = "") -> Iterator[bool]:
 def load_reports(channel: grpc.Channel, every: float = 1.0) -> Iterator[LoadReport]:
     """What the server's ORCA service reports of its load, every so many seconds. Ends with grpc.RpcError.
 
-    This is the way to a gRPC server's load in Python: reports in the standard trailer stay inside grpcio.
+    For looking; `gpuroute.grpc.channel(..., load_reports=1.0)` routes by them.
     """
-    interval = encode((1, int(every)), (2, round(every % 1 * 1e9)))
-    call: Any = channel.unary_stream("/xds.service.orca.v3.OpenRcaService/StreamCoreMetrics")
-    for answer in call(encode((1, interval))):
+    call: Any = channel.unary_stream(METHOD)
+    for answer in call(report_request(every)):
         report = parse_orca_bin(answer)
         if report is not None:
             yield report

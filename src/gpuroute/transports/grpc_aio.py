@@ -27,6 +27,7 @@ from gpuroute.transports.grpc_errors import SERIALIZING, aio_ended
 from gpuroute.transports.grpc_hub import Hub
 from gpuroute.transports.grpc_method import Makers, Multicallable
 from gpuroute.transports.grpc_peers import Dialer, Peers, channel_options
+from gpuroute.transports.grpc_reports import reports_of
 from gpuroute.transports.grpc_rpc import Rpc
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class RoutedAioChannel(Makers, grpc.aio.Channel):
         prompt: ReadPrompt | None = None,
         replay: str = "unavailable",
         idle_timeout: float = 300.0,
+        load_reports: float | None = None,
     ) -> None:
         self._hub = Hub(router, pool, prompt, replay)
         settings = router.settings
@@ -70,6 +72,7 @@ class RoutedAioChannel(Makers, grpc.aio.Channel):
         self._intercepted = bool(interceptors)
         how = {"interceptors": tuple(interceptors)} if interceptors else {}
         self._dial = Dialer(grpc.aio.insecure_channel, grpc.aio.secure_channel, ours, credentials, compression, **how)
+        self._reports = reports_of(self._hub, ours, credentials, load_reports)
         self._peers_by_loop: dict[asyncio.AbstractEventLoop, Peers] = {}
         router.on_fork(self._forked)
 
@@ -79,7 +82,7 @@ class RoutedAioChannel(Makers, grpc.aio.Channel):
         if found is None:
             for other in [other for other in tuple(self._peers_by_loop) if other.is_closed()]:
                 self._peers_by_loop.pop(other, None)
-            found = self._peers_by_loop[loop] = Peers(self._dial, _leave, self._idle)
+            found = self._peers_by_loop[loop] = Peers(self._dial, _leave, self._idle, self._reports)
         return found
 
     def _make(self, kind: str, *method: Any) -> Any:
@@ -126,6 +129,8 @@ class RoutedAioChannel(Makers, grpc.aio.Channel):
     def _forked(self) -> None:
         for peers in tuple(self._peers_by_loop.values()):
             peers.abandon()
+        if self._reports is not None:
+            self._reports.after_fork()
         self._peers_by_loop = {}
 
     async def __aenter__(self) -> Self:

@@ -1,7 +1,7 @@
-"""Asks for calls that must not block their caller (futures and streams): one thread waits for the bids of all of them.
+"""What must wait beside a synchronous channel: for bids before a future or a stream begins, and for load reports.
 
-It is an event loop, because waiting for many answers at once is what the asker's loop line does. It starts with the first
-such call; a forked child starts afresh.
+One thread with an event loop, because that is what waits for many things at once. It starts when it is first needed; a
+forked child starts afresh.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
     from gpuroute.transports.asking import Asker
     from gpuroute.transports.grpc_flight import Flight
 
@@ -29,20 +31,24 @@ class Aside:
 
     def ask(self, flight: Flight, asker: Asker) -> None:
         """Ask for a call, and launch it when the wait is over."""
+        self.run(_ask(flight, asker))
+
+    def run(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run this in the loop."""
         with self._lock:
             loop = self._loop
             if loop is None:
                 loop = self._loop = asyncio.new_event_loop()
-                threading.Thread(target=loop.run_forever, name="gpuroute-grpc-ask", daemon=True).start()
-        loop.call_soon_threadsafe(self._begin, flight, asker)
+                threading.Thread(target=loop.run_forever, name="gpuroute-grpc-aside", daemon=True).start()
+        loop.call_soon_threadsafe(self._begin, work)
 
     def after_fork(self) -> None:
         """The parent's thread is not the child's, and its loop stays untouched."""
         _abandoned.append(self._loop)
         self._arrange()
 
-    def _begin(self, flight: Flight, asker: Asker) -> None:
-        task = asyncio.get_running_loop().create_task(_ask(flight, asker))
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

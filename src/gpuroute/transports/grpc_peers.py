@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from gpuroute.core.endpoint import Endpoint
     from gpuroute.transports.grpc_method import Method
+    from gpuroute.transports.grpc_reports import Reports
 
     Options = Sequence[tuple[str, Any]]
 
@@ -83,9 +84,15 @@ class Peer:
 class Peers:
     """The open channels of one routed channel. Safe from any thread."""
 
-    __slots__ = ("_by_id", "_close", "_lock", "_open", "idle", "on_open", "sweep_at", "version")
+    __slots__ = ("_by_id", "_close", "_lock", "_open", "idle", "on_open", "reports", "sweep_at", "version")
 
-    def __init__(self, opener: Callable[[Endpoint], Any], close: Callable[[Any], object], idle: float) -> None:
+    def __init__(
+        self,
+        opener: Callable[[Endpoint], Any],
+        close: Callable[[Any], object],
+        idle: float,
+        reports: Reports | None = None,
+    ) -> None:
         self._open = opener
         self._close = close
         self._by_id: dict[str, Peer] = {}
@@ -94,6 +101,7 @@ class Peers:
         self.version = 0
         self.idle = idle
         self.on_open: Callable[[Peer], None] | None = None
+        self.reports = reports
 
     def hold(self, endpoint: Endpoint, token: object, now: float) -> Peer:
         """The channel to an endpoint, kept open until `release(peer, token)`. Raises ConfigError on bad TLS files."""
@@ -157,6 +165,8 @@ class Peers:
             self._end(old)
         if self.on_open is not None:
             self.on_open(peer)
+        if self.reports is not None:
+            self.reports.follow(endpoint)
         return peer
 
     def _dismiss(self, peer: Peer) -> None:

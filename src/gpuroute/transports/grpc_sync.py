@@ -22,6 +22,7 @@ from gpuroute.transports.grpc_flight import Flight, Requests
 from gpuroute.transports.grpc_hub import Hub
 from gpuroute.transports.grpc_method import Makers, Multicallable
 from gpuroute.transports.grpc_peers import Dialer, Peers, channel_options
+from gpuroute.transports.grpc_reports import reports_of
 from gpuroute.transports.grpc_rpc import Rpc
 from gpuroute.transports.grpc_watch import STREAMS
 
@@ -52,6 +53,7 @@ class RoutedChannel(Makers, grpc.Channel):
         prompt: ReadPrompt | None = None,
         replay: str = "unavailable",
         idle_timeout: float = 300.0,
+        load_reports: float | None = None,
     ) -> None:
         self._hub = Hub(router, pool, prompt, replay)
         settings = router.settings
@@ -59,7 +61,8 @@ class RoutedChannel(Makers, grpc.Channel):
             options, connect_timeout=settings.connect_timeout, idle=idle_timeout, trust_env=settings.trust_env
         )
         dialer = Dialer(grpc.insecure_channel, grpc.secure_channel, ours, credentials, compression)
-        self._peers = Peers(dialer, _close_aside, idle_timeout)
+        self._reports = reports_of(self._hub, ours, credentials, load_reports)
+        self._peers = Peers(dialer, _close_aside, idle_timeout, self._reports)
         self._connectivity = Connectivity(self._hub, self._peers)
         router.on_fork(self._forked)
 
@@ -85,6 +88,8 @@ class RoutedChannel(Makers, grpc.Channel):
 
     def _forked(self) -> None:
         self._peers.abandon()
+        if self._reports is not None:
+            self._reports.after_fork()
         self._connectivity = Connectivity(self._hub, self._peers)
 
     def __enter__(self) -> Self:

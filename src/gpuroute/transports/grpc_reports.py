@@ -1,0 +1,104 @@
+"""Load reports that servers offer as a stream (ORCA, out of band), followed for the endpoints that a channel has called.
+
+This is the way to a gRPC server's own load where there is no agent: the standard trailer stays inside grpcio. One stream
+and one connection per endpoint, all in the one loop of `grpc_aside`, and only where a channel asks for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from gpuroute.core.orca import parse_orca_bin
+from gpuroute.core.wire import encode
+from gpuroute.errors import ConfigError
+from gpuroute.transports.grpc_aside import ASIDE
+from gpuroute.transports.grpc_peers import Dialer
+from gpuroute.transports.piggyback import learn_load
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from gpuroute.core.endpoint import Endpoint
+    from gpuroute.core.pool import Pool
+    from gpuroute.transports.grpc_hub import Hub
+
+METHOD = "/xds.service.orca.v3.OpenRcaService/StreamCoreMetrics"
+AGAIN_S = 5.0
+"""Until a stream that broke is asked for anew."""
+
+
+def report_request(every: float) -> bytes:
+    """OrcaLoadReportRequest: a report every so many seconds."""
+    return encode((1, encode((1, int(every)), (2, round(every % 1 * 1e9)))))
+
+
+def reports_of(
+    hub: Hub, options: dict[str, Any], credentials: grpc.ChannelCredentials | None, every: float | None
+) -> Reports | None:
+    """The reports of a channel with these options; None unless they are asked for."""
+    if every is None:
+        return None
+    dial = Dialer(grpc.aio.insecure_channel, grpc.aio.secure_channel, options, credentials, None)
+    return Reports(hub, dial, every)
+
+
+class Reports:
+    """The streams of one routed channel. Any thread. They end with the channel, the router, or the endpoint's record."""
+
+    def __init__(self, hub: Hub, dial: Callable[[Endpoint], Any], every: float) -> None:
+        if not 0 < every < math.inf:
+            raise ConfigError(f"load_reports={every!r}: expected seconds above 0, or None")
+        self._hub = weakref.ref(hub)
+        self._dial = dial
+        self._request = report_request(every)
+        self._followed: set[str] = set()
+
+    def follow(self, endpoint: Endpoint) -> None:
+        """Learn what this endpoint reports from now on. Idempotent."""
+        if endpoint.id not in self._followed:
+            self._followed.add(endpoint.id)
+            ASIDE.run(self._follow(endpoint))
+
+    def after_fork(self) -> None:
+        """The parent's streams are not the child's."""
+        self._followed = set()
+
+    async def _follow(self, endpoint: Endpoint) -> None:
+        try:
+            while self._pool(endpoint) is not None:
+                try:
+                    await self._read(endpoint)
+                except grpc.RpcError as error:
+                    if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                        await self._until_it_left(endpoint)
+                await asyncio.sleep(AGAIN_S)
+        finally:
+            self._followed.discard(endpoint.id)
+
+    async def _read(self, endpoint: Endpoint) -> None:
+        async with self._dial(endpoint) as channel:
+            async for answer in channel.unary_stream(METHOD)(self._request):
+                pool, hub = self._pool(endpoint), self._hub()
+                if pool is None or hub is None:
+                    return
+                report = parse_orca_bin(answer)
+                if report is not None:
+                    learn_load(pool.snapshot.by_id[endpoint.id], report, pool.mean_tokens, hub.clock())
+
+    async def _until_it_left(self, endpoint: Endpoint) -> None:
+        """It does not speak this, and is not asked again."""
+        while self._pool(endpoint) is not None:  # noqa: ASYNC110  (nobody could set an event)
+            await asyncio.sleep(AGAIN_S)
+
+    def _pool(self, endpoint: Endpoint) -> Pool | None:
+        """The pool, while the channel is in use and this record of the endpoint is in it."""
+        hub = self._hub()
+        if hub is None or hub.closed or hub.router.closed:
+            return None
+        state = hub.found.snapshot.by_id.get(endpoint.id)
+        return hub.found if state is not None and state.endpoint.url == endpoint.url else None
