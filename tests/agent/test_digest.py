@@ -6,6 +6,7 @@ import asyncio
 import gc
 import gzip
 import json
+import os
 import threading
 import time
 import urllib.error
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import httpx2
 import pytest
+import trustme
 from agent.process import KEY as PROCESS_KEY
 from agent.process import AgentProcess
 from agent.stage import KEY, AgentThread, closed_port, desks
@@ -187,13 +189,18 @@ def test_an_engine_that_takes_no_calls_is_dear_and_does_not_count_as_backlog() -
 class Collected:
     """A collector, and if it is asked for a server, on a loop in a thread."""
 
-    def __init__(self, fleet: Fleet | None = None, secret: bytes = SECRET, keys: Sequence[bytes] | None = None) -> None:
+    def __init__(
+        self,
+        fleet: Fleet | None = None,
+        secret: bytes = SECRET,
+        keys: Sequence[bytes] | None = None,
+        pair: tuple[str, str] | None = None,
+    ) -> None:
         self.digest = Digest("it")
         self.collector = Collector(self.digest, secret)
         pools = {name: pool.endpoints for name, pool in fleet.pools.items()} if fleet else {"p": []}
-        self.server = DigestServer(
-            self.collector, static_registry(pools), ([secret] if secret else []) if keys is None else keys
-        )
+        accepted = ([secret] if secret else []) if keys is None else keys
+        self.server = DigestServer(self.collector, static_registry(pools), accepted, pair=pair)
         self.url = ""
         self._started = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._main()))
@@ -216,6 +223,19 @@ class Collected:
     def __exit__(self, *_: object) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join()
+
+
+@pytest.fixture(scope="module", name="pem")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Paths of a CA, of the digest's certificate and its key, and of a foreign CA."""
+    directory, authority = tmp_path_factory.mktemp("pem"), trustme.CA()
+    issued = authority.issue_cert("localhost")
+    found = {name: str(directory / name) for name in ("ca", "agent", "agent_key", "foreign")}
+    authority.cert_pem.write_to_path(found["ca"])
+    trustme.CA().cert_pem.write_to_path(found["foreign"])
+    issued.cert_chain_pems[0].write_to_path(found["agent"])
+    issued.private_key_pem.write_to_path(found["agent_key"])
+    return found
 
 
 def fleet_of(endpoints: Sequence[Endpoint], pool: str = "p") -> Fleet:
@@ -400,9 +420,10 @@ def test_an_open_address_needs_a_key() -> None:
 class Reader:
     """A watch that keeps what it hears."""
 
-    def __init__(self, *urls: str, secret: bytes = SECRET) -> None:
+    def __init__(self, *urls: str, secret: bytes = SECRET, ca: str | None = None) -> None:
         self.heard: list[dict[str, Any]] = []
-        self.watch = DigestWatch(urls, self._deliver, clock=time.monotonic, random=lambda: 0.0, secret=secret)
+        own: dict[str, Any] = {"clock": time.monotonic, "random": lambda: 0.0}
+        self.watch = DigestWatch(urls, self._deliver, secret=secret, ca=ca, **own)
 
     def _deliver(self, heard: Any) -> bool:
         self.heard.append(heard)
@@ -531,6 +552,30 @@ def test_the_reading_ends_with_the_router(eventually: Callable[..., None]) -> No
         gc.collect()
         assert reference() is None, "the thread does not hold it"
         eventually(lambda: readers() == 0, "and ends by itself")
+
+
+def test_a_forked_child_reads_for_itself(eventually: Callable[..., None]) -> None:
+    with Collected() as it, Router(endpoints=["http://127.0.0.1:1"], digest=it.url, agent_key=KEY) as router:
+        router.start()
+        eventually(lambda: router._digest is not None and router._digest.rounds, "the parent reads")
+        child = os.fork()
+        if child == 0:
+            fresh, deadline = router._digest is None, time.monotonic() + 60
+            router.start()
+            while router._digest is not None and not router._digest.rounds and time.monotonic() < deadline:
+                time.sleep(0.02)
+            os._exit(0 if fresh and router._digest is not None and router._digest.rounds else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_over_tls_only_with_the_right_authority(pem: dict[str, str], eventually: Callable[..., None]) -> None:
+    with Collected(pair=(pem["agent"], pem["agent_key"])) as it:
+        url = it.url.replace("127.0.0.1", "localhost")
+        assert url.startswith("https://")
+        with Reader(url, ca=pem["ca"]) as reader:
+            eventually(lambda: reader.watch.rounds, "it is read")
+        with Reader(url, ca=pem["foreign"]) as reader:
+            eventually(lambda: "CERTIFICATE_VERIFY_FAILED" in str(reader.watch.error), "another authority's is not")
 
 
 # ------------------------------------------------------------------------------------------ the command
