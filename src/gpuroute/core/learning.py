@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from gpuroute.core.report import Queue
+from gpuroute.core.report import CARRIED, Queue
 from gpuroute.core.speed import TELLING_TOKENS, Rate, shrunk
 from gpuroute.core.trust import Trust, learn_blind, learn_usual
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def learn_attempt(state: EndpointState, attempt: Attempt, now: float) -> None:
     """An attempt's first token: teaches what `learn_first_token` says, and how far the bid was true, if there was one."""
     seconds = now - attempt.started - state.way  # the way there is known, and no work
-    wait = learn_first_token(state, attempt.uncached, attempt.queued, seconds, now)
+    wait = learn_first_token(state, attempt.uncached, attempt.queued, seconds, now, blind=attempt.promised is None)
     if attempt.promised is None:
         learn_blind(state.pool.speeds, wait)
         return
@@ -33,8 +33,11 @@ def learn_attempt(state: EndpointState, attempt: Attempt, now: float) -> None:
     learn_usual(state.pool.speeds, attempt.promised, seconds)
 
 
-def learn_first_token(state: EndpointState, uncached: int, queued: float, seconds: float, now: float) -> float:
-    """A first token after `seconds`: teaches the rate (if the queue ahead was known or short) and the wait it returns."""
+def learn_first_token(
+    state: EndpointState, uncached: int, queued: float, seconds: float, now: float, *, blind: bool = True
+) -> float:
+    """A first token after `seconds`: teaches the rate (if the queue ahead was known or short) and the wait it returns.
+    `blind`: it was chosen without a bid."""
     speeds, cohort = state.pool.speeds, state.cohort
     if state.speed is None:
         state.speed = Rate(math.exp(cohort.log))
@@ -44,22 +47,22 @@ def learn_first_token(state: EndpointState, uncached: int, queued: float, second
         state.speed.learn(log, weight)
         cohort.learn(log, weight)
     wait = max(0.0, seconds - uncached * shrunk(state.speed, cohort))
-    _learn_wait(state, wait, now - seconds, now)
+    _learn_wait(state, wait, now - seconds, now, blind=blind)
     speeds.note(state, calm=wait < max(CALM_S, speeds.mean_wait / 2))
     return wait
 
 
 def learn_silence(state: EndpointState, started: float, now: float) -> None:
     """A call that began then was moved elsewhere without a first token: the queue there is at least that long."""
-    _learn_wait(state, 2 * (now - started), started, now)
+    _learn_wait(state, 2 * (now - started), started, now, blind=True)
     state.pool.speeds.note(state, calm=False)
 
 
-def _learn_wait(state: EndpointState, wait: float, started: float, now: float) -> None:
+def _learn_wait(state: EndpointState, wait: float, started: float, now: float, *, blind: bool) -> None:
     if state.queue is None:
         state.queue = Queue()
     # Only a blind choice shows what waits where nothing is known: those to calm endpoints would make it look short.
-    if started - state.queue.at > UNHEARD_S:
+    if blind and started - state.queue.at > UNHEARD_S:
         state.pool.speeds.waited(wait)
     state.queue.learn(wait, now)
 
@@ -78,7 +81,10 @@ def learn_bid(state: EndpointState, bid: Report, mean_tokens: float) -> None:
     """A bid teaches the backlog of the fleet and the queue of its endpoint, also when it lost or came late."""
     speeds = state.pool.speeds
     queued = bid.queue_tokens(mean_tokens)
+    speeds.bids += bid.source != CARRIED
     speeds.backlog += 0.02 * (queued - speeds.backlog)
+    speeds.mean_requests += 0.02 * (bid.running + bid.waiting - speeds.mean_requests)
     if state.report is None or bid.at >= state.report.at:
         state.report = bid
-        speeds.note(state, calm=not bid.waiting)
+        if not state.endpoint.agent:  # bids come by the hundred: they would leave no room for those that give none
+            speeds.note(state, calm=not bid.waiting)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from gpuroute.core.state import EndpointState
 
 INF = math.inf
+COUNTS_FADE_S = 1.0  # who believes a count for longer joins all others at the endpoint that was empty when it was made
 LOAD_FACTOR = 1.25  # consistent hashing with bounded loads (Mirrokni et al. 2018) at the c that Google and Vimeo use
 MAX_WALK = 32  # when most are closed or full, a longer walk costs more than two random choices lose
 LOAD_FLOOR = 2.0  # below that many above the mean it is noise: without a floor every second call would spill
@@ -94,12 +95,13 @@ def peak_ewma(state: EndpointState, ask: Ask) -> float:  # noqa: ARG001
 
 
 def queue_depth(state: EndpointState, ask: Ask) -> float:
-    """Requests at the endpoint by its last report, plus own attempts since; own attempts alone without a fresh one."""
-    report = state.report
-    if report is None or ask.now - report.at > MAX_AGE_S:
-        return len(state.in_flight) * state.inverse_weight
-    since = sum(attempt.started > report.at for attempt in tuple(state.in_flight))
-    return (report.running + report.waiting + since) * state.inverse_weight
+    """Requests at the endpoint by its last report, faded to the mean of all reports, plus own attempts since."""
+    report, mean, since = state.report, state.pool.speeds.mean_requests, -INF
+    load = mean
+    if report is not None and ask.now - report.at <= MAX_AGE_S:
+        since = report.at
+        load += (report.running + report.waiting - mean) * math.exp((since - ask.now) / COUNTS_FADE_S)
+    return (load + sum(attempt.started > since for attempt in tuple(state.in_flight))) * state.inverse_weight
 
 
 class Cheapest:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 FADE_S = 10.0  # a queue behind a full KV cache lasts as long as an answer: some ten seconds, not one
 MAX_AGE_S = 10.0
+CARRIED = "orca"  # the source of what came with an answer, unasked
 
 
 class Report(NamedTuple):

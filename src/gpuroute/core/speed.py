@@ -53,14 +53,26 @@ class Speeds:
     Not locked: single stores of floats and single steps of a dict.
     """
 
-    __slots__ = ("_calm", "_cohorts", "backlog", "blind_wait", "mean_wait", "models", "usual_late")
+    __slots__ = (
+        "_calm",
+        "_cohorts",
+        "backlog",
+        "bids",
+        "blind_wait",
+        "mean_requests",
+        "mean_wait",
+        "models",
+        "usual_late",
+    )
 
     def __init__(self) -> None:
         self._calm: dict[EndpointState, None] = {}
         self._cohorts: dict[tuple[str, str], Rate] = {}
         self.models: dict[tuple[str, str], Model] = {}  # of the policy `predictive`, by cohort
         self.mean_wait = 0.0
+        self.mean_requests = 0.0  # running and waiting, by reports
         self.backlog = 0.0  # moving mean of queued tokens in bids
+        self.bids = 0  # heard so far
         self.usual_late = 0.0  # median of seconds that first tokens come later than bids promise
         self.blind_wait = 0.0  # of the waits at endpoints that had given none
 

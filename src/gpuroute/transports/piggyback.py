@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from gpuroute.core.learning import learn_bid
 from gpuroute.core.orca import FORMAT_HEADER, REPORT_HEADER, parse_orca
-from gpuroute.core.report import Report
+from gpuroute.core.report import CARRIED, Report
 from gpuroute.engines.catalog import engine_of
 
 if TYPE_CHECKING:
@@ -39,6 +39,6 @@ def learn_load(state: EndpointState, said: LoadReport, mean_tokens: float, now: 
         return False
     queued = -1 if said.queued_tokens is None else int(said.queued_tokens)
     running = said.in_flight if said.running is None else said.running
-    report = Report(now, int(running or 0), int(said.waiting or 0), queued, said.kv_usage or 0.0, source="orca")
+    report = Report(now, int(running or 0), int(said.waiting or 0), queued, said.kv_usage or 0.0, source=CARRIED)
     learn_bid(state, report, mean_tokens)
     return True
