@@ -16,7 +16,7 @@ from gpuroute.core.fleet import PoolSpec
 from gpuroute.core.hedge import HedgeRules
 from gpuroute.core.outliers import OutlierRules, Outliers
 from gpuroute.core.placement import Placements
-from gpuroute.core.ramp import climb, start_ramp
+from gpuroute.core.ramp import climb, join
 from gpuroute.core.retry import RetryRules
 from gpuroute.core.seconds import Soonest
 from gpuroute.core.shared import Lock, NoLock, PoolState
@@ -128,7 +128,7 @@ class Pool:
         self.shared.wake_at = min(self.shared.wake_at, self.outliers.due_at)
         if before.states:  # endpoints that were there before this process are as warm as they get
             for state in cold:
-                start_ramp(state, now)
+                join(state, now)
 
     def pick(self, ask: Ask = NOTHING_ASKED, tried: Container[EndpointState] = ()) -> EndpointState | None:
         """The endpoint for one attempt, or None; untried ones outside failed domains, then untried ones, then any."""

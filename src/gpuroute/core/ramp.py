@@ -2,11 +2,15 @@
 
 Cold caches and lazy kernels make its first calls slow, and a burst would crash it (TensorFlow Serving and Triton warm up
 within 50-100 passes). The ramp multiplies the cost, it does not cap: when the others are worse, a cold one still helps.
+Seconds times ten would never win, so policies that compare seconds take the ramp as a chance: at three tenths of it, an
+endpoint is compared as what it is by three calls in ten, and as ten times dearer by the others.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+
+from gpuroute.core.report import Queue
 
 if TYPE_CHECKING:
     from gpuroute.core.state import EndpointState
@@ -22,6 +26,21 @@ def start_ramp(state: EndpointState, now: float) -> None:
             state.pool.ramping.add(state)
             state.pool.wake_at = min(state.pool.wake_at, now + 1.0)
         climb(state, now)
+
+
+def join(state: EndpointState, now: float) -> None:
+    """It is new, or came back empty: nothing waits there yet."""
+    state.queue = Queue()
+    state.queue.learn(0.0, now)
+    start_ramp(state, now)
+
+
+def dearer(state: EndpointState) -> float:
+    """The factor of a call's seconds by weight and ramp. While it ramps, chance decides."""
+    factor, weight = state.inverse_weight, state.endpoint.weight
+    if state.ramp_at is None or weight <= 0:
+        return factor
+    return 1.0 / weight if state.pool.random() * factor * weight < 1 else factor
 
 
 def climb(state: EndpointState, now: float) -> None:
