@@ -7,7 +7,11 @@ import math
 import pytest
 from stage import Stage
 
-from gpuroute.core.learning import UNHEARD_S, learn_first_token, learn_silence
+from gpuroute.core.candidates import Ask
+from gpuroute.core.learning import UNHEARD_S, learn_bid, learn_first_token, learn_latency, learn_silence
+from gpuroute.core.pickers import queue_depth
+from gpuroute.core.report import Report
+from gpuroute.core.sources import worth_asking
 from gpuroute.core.speed import shrunk
 
 RATE = 27e-6
@@ -77,3 +81,31 @@ def test_the_usual_wait_is_learned_where_nothing_was_known() -> None:
     world.clock.advance(2 * UNHEARD_S)
     learn_first_token(state, 100, 0.0, 0.003, world.clock())
     assert speeds.mean_wait < blind
+
+
+def test_counts_fade_to_the_mean_of_all_reports_and_own_calls_are_added() -> None:
+    world = Stage(3, policy="queue_depth")
+    for _ in range(300):
+        for name, running in (("gpu-0", 0), ("gpu-1", 60)):
+            learn_bid(world.state(name), Report(world.clock(), running), 0.0)
+    ask = Ask()
+    ask.now = world.clock()
+    assert queue_depth(world.state("gpu-0"), ask) == 0
+    assert queue_depth(world.state("gpu-1"), ask) == 60
+    assert queue_depth(world.state("gpu-2"), ask) == pytest.approx(30, abs=2), "unheard of: neither empty nor full"
+    world.clock.advance(5.0)
+    ask.now = world.clock()
+    assert world.state("gpu-0").acquire(ask.now) is not None
+    assert [queue_depth(world.state(f"gpu-{n}"), ask) for n in range(3)] == pytest.approx([31, 30, 30], abs=2)
+    assert queue_depth(world.state("gpu-0"), ask) > queue_depth(world.state("gpu-1"), ask), "own calls outweigh old news"
+
+
+def test_small_answers_are_not_worth_asking_for_and_long_ones_are_from_afar() -> None:
+    world = Stage(2, policy="auto")
+    state, ask = world.state("gpu-0"), Ask(None, (), 10)
+    assert not worth_asking(ask, [state], 0.004), "nothing is known, and the prompt is small"
+    for seconds, round_trip, worth in ((0.01, 0.0002, False), (2.0, 0.05, True), (2.0, 0.5, False)):
+        world = Stage(2, policy="auto")
+        state = world.state("gpu-0")
+        learn_latency(state, seconds, world.clock(), failed=False)
+        assert worth_asking(ask, [state], round_trip) is worth

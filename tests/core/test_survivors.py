@@ -128,6 +128,27 @@ def test_a_ramp_is_climbed_by_completed_calls_not_by_failures() -> None:
     assert state.ramp_at is None
 
 
+def test_a_newcomer_has_a_part_of_its_share_at_once_and_all_of_it_after_the_ramp() -> None:
+    """Under the default policy, where all others have answered without a wait for a minute."""
+    stage = Stage(8, policy="auto")
+
+    def share(seconds: int) -> float:
+        calls = []
+        for _ in range(10 * seconds):
+            attempt = stage.start(ask=Ask(None, (), 1_000))
+            stage.clock.advance(0.1 * (0.5 + stage.random.random()))
+            attempt.first_token(stage.clock())
+            attempt.finish(Outcome.SUCCESS, stage.clock())
+            calls.append(attempt.state.id)
+        return calls.count("gpu-8") / len(calls)
+
+    share(60)
+    stage.update(9)
+    assert 0 < share(20) < 1 / 9
+    share(10)
+    assert share(60) > 0.4 / 9
+
+
 @pytest.mark.parametrize("how", ["away", "restarted", "warming", "drained"])
 def test_what_comes_back_cold_ramps(how: str) -> None:
     stage = Stage((replace(endpoints("a")[0], started_at=5.0), *endpoints("bc")))

@@ -82,7 +82,8 @@ def due_after(call: Call, attempt: Attempt) -> float:
     else:
         high = history.ttft.high(rules.spreads) * prompt_units(attempt.tokens)
     prefill = attempt.uncached * shrunk(state.speed, state.cohort)
-    return min(rules.hedge_after(high), rules.reroute_after(prefill))
+    # Who was picked by its bid is not misjudged by more than the next one would be.
+    return min(rules.hedge_after(high), rules.reroute_after(prefill) if attempt.promised is None else math.inf)
 
 
 def second_attempt(call: Call, now: float) -> Attempt | None:

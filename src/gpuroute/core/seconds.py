@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING
 from gpuroute.core.candidates import NOTHING_ASKED, Ask
 from gpuroute.core.pickers import Kit, first_admitted
 from gpuroute.core.prefix import BLOCK_TOKENS, DEPTHS
+from gpuroute.core.ramp import dearer
 from gpuroute.core.report import faded, own_work
 from gpuroute.core.sources import HOME, HOME_RUNG, Sources, prompt_tokens
 from gpuroute.core.speed import Speeds, shrunk
+from gpuroute.core.strata import Strata
 from gpuroute.core.trust import DOUBT_S, blind_queue, overdue
 
 if TYPE_CHECKING:
@@ -68,7 +70,8 @@ class Soonest:
         self.rules = rules or SecondsRules()
         self.ring = kit.ring() if homes else None
         self._kit = kit
-        self._sources = Sources(kit, self.rules, self.ring)
+        asks = any(state.endpoint.agent for state in kit.states)
+        self._sources = Strata(kit, self.rules, self.ring) if asks else Sources(kit, self.rules, self.ring, asks=False)
 
     def candidates(self, ask: Ask) -> Sequence[EndpointState]:
         """A handful, drawn once per call. With agents at most six: last placement, homes of 1,024 and of 4,096 tokens
@@ -123,7 +126,9 @@ class Soonest:
         if state.last_error_at is not None and state.troubled:
             seconds += rules.failure_s * math.exp(-(ask.now - state.last_error_at) / rules.failure_fade_s)
         # A ramp or a low weight makes waiting dearer; a home that is cheaper than free stays what it is.
-        return (seconds * state.inverse_weight if seconds > 0 else seconds) + state.away
+        if seconds > 0:
+            seconds *= state.inverse_weight if state.ramp_at is None else dearer(state)
+        return seconds + state.away
 
     def _by_bid(self, state: EndpointState, ask: Ask, rate: float, bid: Report) -> float:
         """Seconds of waiting and prefill by the server's own word."""

@@ -5,14 +5,17 @@ Where the prompt went before, the homes of its prefix on the ring, who was calm 
 
 from __future__ import annotations
 
+import math
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from gpuroute.core.candidates import UNKNOWN_LATENCY
 from gpuroute.core.locality import random_few
 from gpuroute.core.prefix import BLOCK_TOKENS, DEPTHS
+from gpuroute.core.speed import shrunk
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from gpuroute.core.candidates import Ask
     from gpuroute.core.pickers import Kit
@@ -22,24 +25,30 @@ if TYPE_CHECKING:
 
 HOME = "home"
 HOME_RUNG = 3  # a home is worth up to 2,048 tokens of its prefix
+PART_RUNG = 2  # the shallowest with a home
 MOST = 6  # candidates that are asked: more gain nothing
-SOME = 64  # endpoints that are looked at for an agent
+MAX_WALK = 32  # endpoints of another part on the way to a home: prefixes matter little to so small a part
 DEFAULT_TOKENS = 256  # a prompt of unknown length
 SESSION_TOKENS = 2_048  # the same, of a caller who named a session because it matters
+WORTH = 5.0  # a call must be expected to last so many round trips to be asked for
+SMALL_S, NEAR_S = 0.05, 0.001  # small jobs are not worth asking for; small prompts of unknown jobs only nearby
+SMALL_LOG = math.log(SMALL_S)
 
 
 class Sources:
-    """Immutable, of one snapshot. `asks`: some of its endpoints have agents."""
+    """Immutable, of one snapshot or a part of it. `asks`: its endpoints have agents."""
 
-    __slots__ = ("_calm", "_few", "_kit", "_ring", "_rungs", "asks")
+    __slots__ = ("_calm", "_few", "_kit", "_ring", "_rungs", "asks", "by_id", "states")
 
-    def __init__(self, kit: Kit, rules: SecondsRules, ring: Ring | None) -> None:
+    def __init__(self, kit: Kit, rules: SecondsRules, ring: Ring | None, *, asks: bool) -> None:
         self._kit = kit
         self._ring = ring
         self._few = random_few(kit)
-        self.asks = any(state.endpoint.agent for state in kit.states[:SOME])
-        self._rungs = rules.ask_rungs if self.asks else rules.blind_rungs
-        self._calm = 0 if self.asks else rules.calm
+        self.states = kit.states
+        self.by_id = kit.by_id
+        self.asks = asks
+        self._rungs = rules.ask_rungs if asks else rules.blind_rungs
+        self._calm = 0 if asks else rules.calm
 
     def draw(self, ask: Ask) -> dict[EndpointState, str]:
         """Candidates, and why each is one; the first reason counts."""
@@ -51,7 +60,7 @@ class Sources:
             if last in by_id:
                 found[by_id[last]] = "placed before"
             for key, count in self._home_keys(ask):
-                for owner in (ring.home(key),) if count == 1 else islice(ring.homes(key), count):
+                for owner in self._homes(ring, key, count):
                     found.setdefault(by_id[owner], HOME)
         if self._calm and self._kit.states:
             self._draw_calm(found)
@@ -60,6 +69,13 @@ class Sources:
                 if len(found) < MOST or not asks:
                     found.setdefault(state, "random")
         return found
+
+    def _homes(self, ring: Ring, key: int, count: int) -> Iterable[str]:
+        """The first owners of a key that are of this part."""
+        by_id = self.by_id
+        if len(by_id) < len(ring.shares):
+            return islice(filter(by_id.__contains__, islice(ring.homes(key), MAX_WALK)), count)
+        return (ring.home(key),) if count == 1 else islice(ring.homes(key), count)
 
     def _draw_calm(self, found: dict[EndpointState, str]) -> None:
         by_id, left = self._kit.by_id, self._calm
@@ -93,6 +109,27 @@ class Sources:
         return last
 
 
+def home_key(ask: Ask) -> int | None:
+    """The ring position that says in which part of a pool a prompt belongs; None if nothing is known of it."""
+    if ask.key is not None:
+        return ask.key
+    return ask.ladder[min(len(ask.ladder) - 1, PART_RUNG)] if ask.ladder else None
+
+
 def prompt_tokens(ask: Ask) -> int:
     """The length of the prompt, guessed if it is not known."""
     return ask.tokens or (DEFAULT_TOKENS if ask.key is None else SESSION_TOKENS)
+
+
+def worth_asking(ask: Ask, states: Sequence[EndpointState], round_trip: float) -> bool:
+    """Whether a call is expected to last long enough for a round trip more not to matter: by the answers of late, or as
+    long as there were none by its prompt.
+
+    Where whole answers take less than `SMALL_S` no queue is long, and two choices are as good as any truth.
+    """
+    longest = max(state.latency for state in states)
+    if longest > UNKNOWN_LATENCY:
+        return longest >= max(SMALL_LOG, math.log(WORTH * round_trip))
+    first = states[0]
+    seconds = prompt_tokens(ask) * shrunk(first.speed, first.cohort) + first.pool.speeds.mean_wait
+    return seconds >= WORTH * round_trip and (seconds >= SMALL_S or round_trip <= NEAR_S)

@@ -36,7 +36,7 @@ class Agents:
         self._random = Random(f"{sim.seed}/agents")
         order = list(range(len(sim.servers)))
         self._random.shuffle(order)
-        self._silent = set(order[round(reports.coverage * len(order)) :])
+        self.silent = set(order[round(reports.coverage * len(order)) :])
         self._liars = set(order[: round(reports.liars * len(order))])
         self.books = [_book(server) for server in sim.servers] if reports.channel in {"agent", "digest"} else []
         self._seen: dict[int, Report] = {}
@@ -55,7 +55,7 @@ class Agents:
     def bid(self, index: int, id_: int, tokens: int, ladder: Sequence[int]) -> Report | None:
         """What comes back for an ask that reaches server `index` now; None: nothing."""
         server, now = self._sim.servers[index], self._sim.now
-        if index in self._silent or not server.alive or (server.gpu.hung and not self.books):
+        if index in self.silent or not server.alive or (server.gpu.hung and not self.books):
             return None
         if not self.books:
             return self._aged(index, Report(now, server.gpu.running, server.gpu.waiting, source="engine"))
@@ -74,13 +74,13 @@ class Agents:
     def take(self, message: tuple[int, int, int, int]) -> None:
         """A client says that it comes: (server, id, uncached tokens, prompt tokens)."""
         index, id_, uncached, tokens = message
-        if self.books and index not in self._silent and not self.lost_note():
+        if self.books and index not in self.silent and not self.lost_note():
             self.books[index].take(id_, uncached, tokens, self._sim.now)
 
     def tell(self, message: tuple[int, int, float]) -> None:
         """A client says when its first token came: (server, id, seconds)."""
         index, id_, ttft = message
-        if self.books and index not in self._silent and not self.lost_note():
+        if self.books and index not in self.silent and not self.lost_note():
             self.books[index].tell(id_, ttft, None, self._sim.now)
 
     def _aged(self, index: int, fresh: Report) -> Report:

@@ -23,8 +23,9 @@ from gpuroute.core.learning import learn_bid
 from gpuroute.core.outcome import Outcome
 from gpuroute.core.pool import Pool, PoolRules
 from gpuroute.core.prefix import BLOCK_TOKENS, DEPTHS
-from gpuroute.core.report import Report
+from gpuroute.core.report import CARRIED, Report
 from gpuroute.core.seconds import Soonest
+from gpuroute.core.sources import worth_asking
 from gpuroute.core.subset import subset
 from gpuroute.core.watchdog import WatchdogRules
 from gpuroute.errors import DeadlineExceeded, NoEndpointAvailable
@@ -34,7 +35,7 @@ from .digest import Digest
 from .reports import Piggyback, Reports
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Container, Sequence
 
     from gpuroute.core.attempt import Attempt
     from gpuroute.core.ring import Ring
@@ -113,7 +114,10 @@ class CoreClient:
             self._attempt(flight)
             return
         ask.now = now
-        asked = picker.candidates(ask)
+        asked = [state for state in picker.candidates(ask) if state.endpoint.agent]
+        if not asked or not worth_asking(ask, asked, 2 * self._reports.delay):
+            self._attempt(flight)
+            return
         self._sim.at(now + self._reports.delay, self._asked, (flight, asked))
 
     def first(self, flight: Flight, now: float, load: Load) -> None:
@@ -128,7 +132,7 @@ class CoreClient:
         """A load report that came with a response (piggyback)."""
         said = None if self._piggyback is None else self._piggyback.carried(state.id, load)
         if said is not None:
-            report = Report(said.at, said.running, said.waiting, kv_usage=said.kv, source="piggyback")
+            report = Report(said.at, said.running, said.waiting, kv_usage=said.kv, source=CARRIED)
             learn_bid(state, report, self.pool.mean_tokens)
 
     def _asked(self, what: tuple[Flight, Sequence[EndpointState]]) -> None:
@@ -177,7 +181,12 @@ class CoreClient:
             self._sim.give_up(flight)
 
     def fleet_changed(self, states: Sequence[str | None], now: float) -> None:
-        spec = spec_of(self._sim.servers, states, asks=self._agents is not None or self._digest is not None)
+        spec = spec_of(
+            self._sim.servers,
+            states,
+            asks=self._agents is not None or self._digest is not None,
+            without=self._agents.silent if self._agents else (),
+        )
         self.pool.update(narrowed(spec, self._members), self.pool.rules, now)
 
     def _attempt(self, flight: Flight) -> None:
@@ -230,11 +239,13 @@ class CoreClient:
         return True
 
 
-def spec_of(servers: Sequence[Server], states: Sequence[str | None], *, asks: bool = False) -> PoolSpec:
-    """The pool as the registry lists it."""
-    listed = zip(servers, states, strict=True)
+def spec_of(
+    servers: Sequence[Server], states: Sequence[str | None], *, asks: bool = False, without: Container[int] = ()
+) -> PoolSpec:
+    """The pool as the registry lists it; `without`: servers beside which no agent runs."""
+    listed = [(server, state) for server, state in zip(servers, states, strict=True) if state is not None]
     agent = "udp://127.0.0.1:7711" if asks else ""
-    return PoolSpec(POOL, tuple(server.endpoint(state, agent) for server, state in listed if state is not None))
+    return PoolSpec(POOL, tuple(s.endpoint(state, "" if s.index in without else agent) for s, state in listed))
 
 
 class Members(NamedTuple):
@@ -265,13 +276,14 @@ def core_clients(
     """`count` processes with that policy, each with a subset of `size` endpoints (0: all). Raises ConfigError."""
     reports = reports or Reports()
     asks = reports.channel in {"engine", "agent"}
-    spec = spec_of(sim.servers, sim.start_view(), asks=asks or reports.channel == "digest")
+    agents = Agents(sim, reports) if asks else None
+    listed = asks or reports.channel == "digest"
+    spec = spec_of(sim.servers, sim.start_view(), asks=listed, without=agents.silent if agents else ())
     # The watchdog lives on the bytes of streams, which are no events here: it would take every decode for silence.
-    hedge = HedgeRules(reroute=reroute and policy == "auto" and not asks)
+    hedge = HedgeRules(reroute=reroute and policy == "auto")
     rules = PoolRules(policy=policy, hedge=hedge, watchdog=WatchdogRules(enabled=False))
     by_session = policy == "session"
     piggyback = Piggyback(reports, seed) if reports.channel == "piggyback" else None
-    agents = Agents(sim, reports) if asks else None
     digest = Digest(sim, Agents(sim, reports)) if reports.channel == "digest" else None
     clients: list[CoreClient] = []
     ring: Ring | None = None

@@ -42,8 +42,7 @@ from gpuroute.core.locality import learn_round_trip
 from gpuroute.core.prefix import seed
 from gpuroute.core.report import Report
 from gpuroute.core.seconds import Soonest
-from gpuroute.core.sources import prompt_tokens
-from gpuroute.core.speed import shrunk
+from gpuroute.core.sources import NEAR_S, prompt_tokens, worth_asking
 from gpuroute.engines.catalog import engine_of
 from gpuroute.engines.usage import read_usage
 from gpuroute.transports.ask_lines import RELAY, Line, LoopLine, Place, ThreadLine
@@ -73,8 +72,6 @@ MOST = 6
 
 SILENT_AFTER = 5  # asks in a row without an answer; then it is left alone, for longer each time
 MUTE_S, MAX_MUTE_S = 0.5, 30.0
-WORTH = 5.0  # a call must be expected to last so many round trips to be asked for
-SMALL_S, NEAR_S = 0.05, 0.001  # small jobs are worth asking for only nearby
 NOT_READY_TOKENS = 1_000_000  # what an engine that takes no calls is charged: dearer than any queue, but not excluded
 AGAIN_S = 0.001
 MOST_AGAIN = 2
@@ -231,7 +228,9 @@ class Asker:
                 peer = self.peer(state, now)
                 if peer is not None and peer.muted_until <= now:
                     asked.append((state, peer))
-        return asked[:MOST] if asked and (self._always or self._pays(call, asked[0][0])) else ()
+        if not asked or not (self._always or worth_asking(call.ask, [state for state, _ in asked], self.round_trip)):
+            return ()
+        return asked[:MOST]
 
     def covers(self, pool: Pool) -> bool:
         """True if any endpoint of the pool has an agent: else there is nothing to do here."""
@@ -243,12 +242,6 @@ class Asker:
                 log.info("pool %s: %d of %d endpoints have an agent, the others are guessed at", pool.name, count, size)
             known = self._pools[pool.name] = (snapshot, count > 0)
         return known[1]
-
-    def _pays(self, call: Call, state: EndpointState) -> bool:
-        """Whether the call is expected to last long enough for a round trip more not to matter."""
-        speeds = call.pool.shared.speeds
-        seconds = prompt_tokens(call.ask) * shrunk(state.speed, state.cohort) + speeds.mean_wait
-        return seconds >= WORTH * self.round_trip and (seconds >= SMALL_S or self.round_trip <= NEAR_S)
 
     def peer(self, state: EndpointState, now: float) -> Peer | None:
         """The agent of an endpoint, if it has one whose address is known."""

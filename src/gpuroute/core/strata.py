@@ -1,0 +1,109 @@
+"""Pools where some endpoints can be asked and others cannot: each part keeps its share of the calls.
+
+Bids are fresh truth and memories are not, so comparing one with the other fails either way: the asked look busy because
+one sees their queues, or idle because one does not see the others'. Nothing is compared across. A call goes to the part
+that holds the home of its prefix, so that the parts get their shares of the ring and prompts that begin alike meet; the
+covered part is asked, the other one is routed as in a pool without agents.
+Where no agent was heard for a while (asks are off, a firewall, jobs too small to ask for) the whole pool is routed so.
+"""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import TYPE_CHECKING
+
+from gpuroute.core.pickers import Kit
+from gpuroute.core.sources import Sources, home_key
+from gpuroute.core.speed import shrunk
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gpuroute.core.candidates import Ask
+    from gpuroute.core.ring import Ring
+    from gpuroute.core.seconds import SecondsRules
+    from gpuroute.core.state import EndpointState
+
+LOOK = 16  # draws of the covered part in a row without any bid: nobody is taken to answer
+SLACK = 8.0
+"""Calls that one part may be ahead of its share: chance needs room, and a prompt that everybody sends must not skew."""
+
+
+class Strata:
+    """The sources of a pool with agents. Built once per snapshot; its counters are single stores, any thread may draw."""
+
+    __slots__ = (
+        "_ahead",
+        "_all",
+        "_blind",
+        "_covered",
+        "_heard",
+        "_kit",
+        "_near",
+        "_ring",
+        "_share",
+        "_silence",
+        "_turn",
+    )
+
+    def __init__(self, kit: Kit, rules: SecondsRules, ring: Ring | None) -> None:
+        self._kit = kit
+        self._ring = ring
+        locality = kit.states[0].pool.locality
+        near = [state for state in kit.states if locality.place_of(state.endpoint) == locality.place] if locality else []
+        near = near or list(kit.states)
+        covered = [state for state in near if state.endpoint.agent]
+        self._blind: Sources | None = None
+        if 1 < len(covered) < len(near):
+            self._covered = Sources(part(kit, asked=True), rules, ring, asks=True)
+            self._blind = Sources(part(kit, asked=False), rules, ring, asks=False)
+        else:  # what is far is compared all the same, for when everything near is busy; one alone is no choice
+            self._covered = Sources(kit, rules, ring, asks=len(covered) == len(near))
+        self._all = Sources(kit, rules, ring, asks=False)
+        self._turn = count(1)
+        self._heard = kit.states[0].pool.speeds.bids
+        self._silence = 0
+        self._ahead = 0.0  # calls of the covered part beyond its share
+        self._near = near
+        self._share = share_of(covered, near)
+
+    def draw(self, ask: Ask) -> dict[EndpointState, str]:
+        """Candidates from one part, and why each is one."""
+        heard = self._kit.states[0].pool.speeds.bids
+        if heard != self._heard:
+            self._heard, self._silence = heard, 0
+        if self._silence >= LOOK:
+            return self._all.draw(ask)
+        if self._blind is not None and not self._goes_to_covered(ask):
+            return self._blind.draw(ask)
+        self._silence += 1
+        return self._covered.draw(ask)
+
+    def _goes_to_covered(self, ask: Ask) -> bool:
+        if next(self._turn) % max(64, 4 * len(self._near)) == 0:
+            self._share = share_of([state for state in self._near if state.endpoint.agent], self._near)
+        share, ahead, key = self._share, self._ahead, home_key(ask)
+        if ahead > SLACK or ahead < -SLACK:
+            covered = ahead < 0
+        elif self._ring is not None and key is not None:
+            covered = self._ring.home(key) in self._covered.by_id
+        else:
+            covered = self._kit.random() < share
+        self._ahead = ahead + (1 - share if covered else -share)
+        return covered
+
+
+def part(kit: Kit, *, asked: bool) -> Kit:
+    """The same kit, for its endpoints with an agent or for the others."""
+    states = [state for state in kit.states if bool(state.endpoint.agent) is asked]
+    return Kit(states, kit.random, kit.placements, kit.previous_ring)
+
+
+def share_of(some: Sequence[EndpointState], states: Sequence[EndpointState]) -> float:
+    """Their part of the capacity that takes calls now: weights over seconds per token."""
+    theirs, whole = _capacity(some), _capacity(states)
+    return theirs / whole if whole else 0.0
+
+
+def _capacity(states: Sequence[EndpointState]) -> float:
+    return sum(state.endpoint.weight / shrunk(state.speed, state.cohort) for state in states if state.admitted)
