@@ -89,7 +89,7 @@ async def _run(args: argparse.Namespace, say: object) -> Verdict:
         prompts = SOAK_PROMPTS if args.soak else 0
         chance = random.Random(args.seed)
         crowd = Crowd(router, fleet.pool, args.callers, chance, think_s=args.think, prompts=prompts)
-        stack.callback(crowd.notes.close)
+        stack.callback(crowd.close)
         script = Script(fleet, router, random.Random(args.seed), args.minutes * 60, args.only, say)
         await crowd.start(stack)
         await script.play()

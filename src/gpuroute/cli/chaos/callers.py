@@ -59,7 +59,8 @@ class Crowd:
         self, router: Router, pool: str, callers: int, random: Random, *, think_s: float, prompts: int = 0
     ) -> None:
         self.notes: Notes[Seen] = Notes()
-        self._lags: list[tuple[float, float]] = []
+        self._lags: Notes[tuple[float, float]] = Notes()
+        self._late: list[tuple[float, float]] | None = None  # those, once they are looked at
         self.has_openai = False
         self._router = router
         self._pool = pool
@@ -134,16 +135,26 @@ class Crowd:
             await asyncio.sleep(TICK_S)
             lag = time.monotonic() - before - TICK_S
             if lag > TICK_S:
-                self._lags.append((time.monotonic(), lag))
+                self._lags.add((time.monotonic(), lag))
 
     @property
     def lag_s(self) -> float:
         """The longest time that this process stood still."""
-        return max((lag for _, lag in self._lags), default=0.0)
+        return max((lag for _, lag in self._all_lags()), default=0.0)
 
     def lag_at(self, moment: float) -> float:
         """How long it stood still around a moment."""
-        return max((lag for at, lag in self._lags if at - lag - 1.0 <= moment <= at + 1.0), default=0.0)
+        return max((lag for at, lag in self._all_lags() if at - lag - 1.0 <= moment <= at + 1.0), default=0.0)
+
+    def _all_lags(self) -> list[tuple[float, float]]:
+        if self._late is None or len(self._late) < len(self._lags):
+            self._late = self._lags.read()
+        return self._late
+
+    def close(self) -> None:
+        """Forget everything."""
+        self.notes.close()
+        self._lags.close()
 
 
 class _Way:

@@ -42,6 +42,7 @@ class Verdict:
         self._soak = soak
         self._seen = crowd.notes.read()
         self._wire = fleet.wire.read()
+        self._lag_s = crowd.lag_s
         pool = router.pool(fleet.pool)
         self._signals = pool.shared.signals.as_dict()
         self._residual = sum(len(state.in_flight) for state in pool.snapshot.states) + len(pool.shared.in_flight)
@@ -114,7 +115,7 @@ class Verdict:
             f"black holes' share of attempts after 2 s: {', '.join(shares) or 'none dug'}",
             f"in the outage of everybody: {len(outage)} calls failed, the slowest after {worst:.2f} s",
             f"signals: {', '.join(f'{name} {value}' for name, value in self._signals.items() if value)}",
-            f"the callers' own process stood still for up to {self._crowd.lag_s * 1e3:.0f} ms{sdk}",
+            f"the callers' own process stood still for up to {self._lag_s * 1e3:.0f} ms{sdk}",
             f"memory and open files of this process: {self._script.footprints.series()}",
             f"growth after the warm-up: {self.kept()}",
             f"calls that ended late, if that is not allowed for: {sum(self._is_late(one, 0.0) for one in seen)}",
@@ -123,9 +124,9 @@ class Verdict:
         for text, count in Counter(one.error for one in told).most_common(10):
             lines.append(f"failed {count}x: {text}")
         missed = self.missed()
-        if missed and self._crowd.lag_s > BUSY_S:
+        if missed and self._lag_s > BUSY_S:
             lines.append(
-                f"the machine was busy: this process stood still for {self._crowd.lag_s:.1f} s, so this run tells little"
+                f"the machine was busy: this process stood still for {self._lag_s:.1f} s, so this run tells little"
             )
         return [*lines, *(f"MISSED: {text}" for text in missed), "" if missed else "all bars met"]
 
