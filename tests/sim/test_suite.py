@@ -10,6 +10,7 @@ import pytest
 from gpuroute import cli
 from gpuroute.cli import simulate as command
 from gpuroute.sim import suite
+from gpuroute.sim.output import print_claims
 from gpuroute.sim.run import Result, check_policy
 from gpuroute.sim.suite import CASES, ROWS, Row, cases_of, judged
 
@@ -34,8 +35,9 @@ def test_every_row_finds_its_policies_in_its_cases(row: Row) -> None:
         case: [
             Result(
                 {"policy": name, "ttft_mean": 2.0, "ttft_p50": 2.0, "ttft_p95": 2.0, "ttft_p99": 2.0, "goodput": 2.0}
-                | {"hit": 0.5, "max_over_mean": 2.0},
-                {"attempts_per_call": 1.0, "utilisation": 0.5},
+                | {"hit": 0.5, "max_over_mean": 2.0, "success": 0.9},
+                {"attempts_per_call": 1.0, "utilisation": 0.5}
+                | {f"{what}_{kind}": 9.0 for what in ("calls", "prompts") for kind in ("A100", "V100")},
             )
             for name in arguments(CASES[case]).policy.split(",")
         ]
@@ -55,6 +57,21 @@ def test_a_figure_is_held_against_its_bar() -> None:
     assert [row["met"] for row in table] == [False, True, None], "cases that were not run are left out"
     assert table[0]["value"] == pytest.approx(1.2)
     assert table[0]["command"].startswith("gpuroute simulate ")
+
+
+def test_several_seeds_give_a_mean_and_its_interval(capsys: pytest.CaptureFixture[str]) -> None:
+    def results(policy: str, *means: float) -> list[Result]:
+        return [Result({"policy": policy, "seed": seed, "ttft_mean": mean}) for seed, mean in enumerate(means, 1)]
+
+    found = {"base": [*results("auto", 1.0, 2.0, 3.0), *results("p2c", 2.0, 2.0, 2.0)]}
+    (row,) = judged([Row("1", "a", "base", "auto / p2c", "<= 1")], found)
+    assert row["value"] == pytest.approx(1.0)
+    assert row["plus_minus"] == pytest.approx(1.242, abs=0.001), "Student's t with two degrees of freedom"
+    print_claims([row])
+    assert "| 1 ± 1.2 | <= 1 | met |" in capsys.readouterr().out
+    found["base"].pop()  # interrupted: the last seed of one policy is missing
+    (row,) = judged([Row("1", "a", "base", "auto / p2c", "<= 1")], found)
+    assert row["value"] == pytest.approx(0.75), "of the two that are complete"
 
 
 def test_the_command_prints_claims_and_fails_when_one_is_missed(

@@ -53,7 +53,7 @@ def add_parser(subparsers: Any) -> None:
 def _add_scenario(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--trace", default="mooncake", help="mooncake, azure-conv, synthetic:rate=5,prompt=1000,..., or a file")
-    add("--fleet", default="16xH100", help="e.g. 256xH100 or 40xH100,10xL40S@0.5 (@: relative speed), 8xbatcher")
+    add("--fleet", default="16xH100", help="e.g. 256xH100 or 40xH100*2,10xL40S@0.5 (@: relative speed, *: weight)")
     add("--policy", default="p2c,auto,oracle", help="comma-separated, see below")
     add("--clients", type=int, default=32, help="independent client processes")
     add("--copies", type=int, default=5, help="shifted, re-salted copies of the trace laid over each other")
@@ -65,6 +65,8 @@ def _add_scenario(parser: argparse.ArgumentParser) -> None:
     add("--common-blocks", type=int, default=0, help="block ids below this are common to all copies")
     add("--subset", type=int, default=0, help="each client sees only so many endpoints (0: all)")
     add("--no-reroute", action="store_true", help="auto without asks never moves a queued call")
+    add("--watchdog", action="store_true", help="core policies give up silent attempts, as production does")
+    add("--foreign", type=float, default=0.0, help="share of calls of clients without a router, spread at random")
     add("--sticky", action="store_true", help="a conversation stays with one client")
     add("--seeds", type=int, default=1, help="number of seeds, from --seed on")
     add("--seed", type=int, default=1)
@@ -143,7 +145,10 @@ def _suite(args: argparse.Namespace) -> int:
     try:
         for case in cases:
             its = parser.parse_args(CASES[case].split())
-            found[case] = sweep(_scenario(its), its.policy.split(","), seeds, jobs=args.jobs)
+            names = its.policy.split(",")
+            found[case] = sweep(_scenario(its), names, seeds, jobs=args.jobs)
+            if len(found[case]) < len(names) * len(seeds):
+                raise KeyboardInterrupt
             if not args.quiet:
                 print(f"{case}: gpuroute simulate {CASES[case]}", file=sys.stderr, flush=True)
     except KeyboardInterrupt:
@@ -177,6 +182,8 @@ def _scenario(args: argparse.Namespace) -> Scenario:
         common=args.common_blocks,
         sticky=args.sticky,
         reroute=not args.no_reroute,
+        watchdog=args.watchdog,
+        foreign=args.foreign,
         subset=args.subset,
         timeout=args.timeout,
         engine=replace(engine, h=args.scale_h, a=args.scale_a, k=args.scale_k),

@@ -182,7 +182,7 @@ class Smooth:
     def _lay_out(self) -> list[float]:
         known = [state.latency for state in self.states if state.latency > UNKNOWN_LATENCY]
         usual = sum(known) / len(known) if known else 0.0
-        return list(accumulate(state.endpoint.weight * _throughput(state.latency, usual) for state in self.states))
+        return list(accumulate(_throughput(state.latency, usual) / state.inverse_weight for state in self.states))
 
 
 def _throughput(latency: float, usual: float) -> float:

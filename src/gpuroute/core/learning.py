@@ -75,6 +75,10 @@ def learn_latency(state: EndpointState, seconds: float, now: float, *, failed: b
         log = max(log, min(usual + 1.0, WORST), 0.0)
     state.latency = log if log >= usual else usual + 0.1 * (log - usual)
     state.latency_at = now
+    speeds = state.pool.speeds
+    speeds.usual_latency = (
+        log if speeds.usual_latency is None else speeds.usual_latency + 0.02 * (log - speeds.usual_latency)
+    )
 
 
 def learn_bid(state: EndpointState, bid: Report, mean_tokens: float) -> None:

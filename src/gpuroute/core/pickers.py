@@ -90,8 +90,12 @@ def peak_ewma(state: EndpointState, ask: Ask) -> float:  # noqa: ARG001
     """Peak EWMA latency x (own attempts in flight + 1), as a logarithm.
 
     A latency fades with its age by e per `LATENCY_FADE_S`; "now" is the same for all candidates, so it needs no clock.
+    A newcomer starts at the usual latency of its pool, and its ramp multiplies.
     """
-    return state.latency + state.latency_at / LATENCY_FADE_S + math.log(len(state.in_flight) + 1)
+    cost = state.latency + state.latency_at / LATENCY_FADE_S + math.log(len(state.in_flight) + 1)
+    if state.ramp_at is None or state.ramp_from:  # who has recovered is dear enough by what its failure cost
+        return cost
+    return cost + math.log(state.inverse_weight * state.endpoint.weight)
 
 
 def queue_depth(state: EndpointState, ask: Ask) -> float:

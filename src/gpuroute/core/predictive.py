@@ -99,7 +99,7 @@ class Predictive(Soonest):
         model = state.pool.speeds.models.get(cohort_of(state))
         if model is None:
             return seconds
-        return seconds + model.correction(self.features(state, ask)) * state.inverse_weight
+        return seconds + model.correction(self.features(state, ask)) / state.endpoint.weight
 
     def promised(self, attempt: Attempt, ask: Ask) -> tuple[float, float | None]:
         """Also notes what was known when the call was placed: its first token is a lesson."""

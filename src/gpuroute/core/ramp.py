@@ -22,6 +22,8 @@ def start_ramp(state: EndpointState, now: float) -> None:
     """Begin at a tenth of the weight."""
     if state.endpoint.takes_calls:
         state.ramp_at, state.ramp_from = now, state.served - state.failed
+        if not state.served and state.pool.speeds.usual_latency is not None:  # else it would look infinitely fast
+            state.latency, state.latency_at = state.pool.speeds.usual_latency, now
         with state.pool.lock:
             state.pool.ramping.add(state)
             state.pool.wake_at = min(state.pool.wake_at, now + 1.0)

@@ -63,6 +63,7 @@ class Speeds:
         "mean_wait",
         "models",
         "usual_late",
+        "usual_latency",
     )
 
     def __init__(self) -> None:
@@ -74,6 +75,7 @@ class Speeds:
         self.backlog = 0.0  # moving mean of queued tokens in bids
         self.bids = 0  # heard so far
         self.usual_late = 0.0  # median of seconds that first tokens come later than bids promise
+        self.usual_latency: float | None = None  # moving mean of the logarithm of what calls took
         self.blind_wait = 0.0  # of the waits at endpoints that had given none
 
     def cohort(self, endpoint: Endpoint) -> Rate:

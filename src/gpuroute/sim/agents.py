@@ -7,10 +7,12 @@ does the sample.
 
 from __future__ import annotations
 
+from math import inf
 from random import Random
 from typing import TYPE_CHECKING, Final
 
 from gpuroute.agent.book import Book, Sample
+from gpuroute.agent.health import HUNG_AFTER_S
 from gpuroute.core.report import Report
 from gpuroute.core.speed import PREFILL_PRIOR, UNKNOWN_PRIOR
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from .reports import Reports
 
 SAMPLE_S: Final = 0.5
+LINGER_S: Final = 1_000.0  # after the window: a call to a hung engine may wait for ever, the simulation does not
 LOSSY: Final = 0.15  # share of asks that go unanswered, as in transports.asking
 
 
@@ -40,6 +43,7 @@ class Agents:
         self._liars = set(order[: round(reports.liars * len(order))])
         self.books = [_book(server) for server in sim.servers] if reports.channel in {"agent", "digest"} else []
         self._seen: dict[int, Report] = {}
+        self._hung_since: dict[int, float] = {}
         if self.books:
             sim.at(0.0, self._sample, None)
 
@@ -55,7 +59,7 @@ class Agents:
     def bid(self, index: int, id_: int, tokens: int, ladder: Sequence[int]) -> Report | None:
         """What comes back for an ask that reaches server `index` now; None: nothing."""
         server, now = self._sim.servers[index], self._sim.now
-        if index in self.silent or not server.alive or (server.gpu.hung and not self.books):
+        if index in self.silent or not server.alive or (server.gpu.hung and self._notices(index)):
             return None
         if not self.books:
             return self._aged(index, Report(now, server.gpu.running, server.gpu.waiting, source="engine"))
@@ -95,13 +99,22 @@ class Agents:
             self._seen[index] = seen = fresh
         return seen._replace(matched_tokens=fresh.matched_tokens)
 
+    def _notices(self, index: int) -> bool:
+        """Whether a hung engine is known for it: an engine says nothing itself, an agent notices after a while and then
+        says so, which is as good as nothing."""
+        return not self.books or self._sim.now - self._hung_since.get(index, inf) > HUNG_AFTER_S
+
     def _sample(self, _: object) -> None:
         sim = self._sim
         for server, book in zip(sim.servers, self.books, strict=True):
+            if not server.gpu.hung:
+                self._hung_since.pop(server.index, None)
             if server.alive:
                 gpu = server.gpu
+                if gpu.hung:
+                    self._hung_since.setdefault(server.index, sim.now)
                 book.sampled(Sample(sim.now, gpu.running, gpu.waiting, gpu.kv_usage))
-        if not sim.over:
+        if not sim.over and sim.now < sim.meter.end + LINGER_S:
             sim.at(sim.now + SAMPLE_S, self._sample, None)
 
 

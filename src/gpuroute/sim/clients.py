@@ -33,6 +33,7 @@ from gpuroute.errors import DeadlineExceeded, NoEndpointAvailable
 from .agents import Agents
 from .digest import Digest
 from .reports import Piggyback, Reports
+from .silence import Silence
 
 if TYPE_CHECKING:
     from collections.abc import Container, Sequence
@@ -90,6 +91,7 @@ class CoreClient:
         piggyback: Piggyback | None,
         members: Members | None = None,
         digest: Digest | None = None,
+        watchdog: bool = False,
     ) -> None:
         self.pool = pool
         self._members = members
@@ -99,6 +101,7 @@ class CoreClient:
         self._agents = agents
         self._piggyback = piggyback
         self._digest = digest
+        self._silence = Silence(sim, self._attempt) if watchdog else None
         self._warm: set[int] | None = set() if sim.network.handshake else None
 
     def arrive(self, flight: Flight, now: float) -> None:
@@ -123,6 +126,8 @@ class CoreClient:
     def first(self, flight: Flight, now: float, load: Load) -> None:
         attempt: Attempt = flight.extra  # type: ignore[assignment]
         attempt.first_token(now)
+        if self._silence is not None:
+            self._silence.streams(flight, attempt)
         self._read(attempt.state, load)
         if self._agents is not None:
             message = (index_of(attempt.state), flight.number, now - attempt.started)
@@ -168,6 +173,8 @@ class CoreClient:
     def done(self, flight: Flight, now: float, load: Load) -> None:
         self._read(flight.extra.state, load)  # type: ignore[attr-defined]
         call: Call = flight.call  # type: ignore[assignment]
+        if self._silence is not None:
+            self._silence.over(flight)
         call.finish(flight.extra, Outcome.SUCCESS, now)  # type: ignore[arg-type]
 
     def error(self, flight: Flight, outcome: Outcome, now: float, retry_after: float | None) -> None:
@@ -214,6 +221,8 @@ class CoreClient:
         assert isinstance(call, Call)
         flight.extra = attempt
         sim.send(flight, index, cold=self._is_cold(index))
+        if self._silence is not None:
+            self._silence.sent(flight, attempt)
         if (due := call.hedge_after(attempt)) < inf:
             sim.at(sim.now + due, self._overdue, (flight, attempt))
 
@@ -272,16 +281,19 @@ def core_clients(
     reports: Reports | None = None,
     reroute: bool = True,
     size: int = 0,
+    watchdog: bool = False,
 ) -> list[CoreClient]:
-    """`count` processes with that policy, each with a subset of `size` endpoints (0: all). Raises ConfigError."""
+    """`count` processes with that policy, each with a subset of `size` endpoints (0: all). Raises ConfigError.
+
+    `watchdog`: as in production; off it costs no events, and only a hang shows the difference.
+    """
     reports = reports or Reports()
     asks = reports.channel in {"engine", "agent"}
     agents = Agents(sim, reports) if asks else None
     listed = asks or reports.channel == "digest"
     spec = spec_of(sim.servers, sim.start_view(), asks=listed, without=agents.silent if agents else ())
-    # The watchdog lives on the bytes of streams, which are no events here: it would take every decode for silence.
     hedge = HedgeRules(reroute=reroute and policy == "auto")
-    rules = PoolRules(policy=policy, hedge=hedge, watchdog=WatchdogRules(enabled=False))
+    rules = PoolRules(policy=policy, hedge=hedge, watchdog=WatchdogRules(enabled=watchdog))
     by_session = policy == "session"
     piggyback = Piggyback(reports, seed) if reports.channel == "piggyback" else None
     digest = Digest(sim, Agents(sim, reports)) if reports.channel == "digest" else None
@@ -303,6 +315,36 @@ def core_clients(
                 piggyback=piggyback,
                 members=members,
                 digest=digest,
+                watchdog=watchdog,
             )
         )
     return clients
+
+
+class Stranger:
+    """Everybody who uses the fleet without this router: each call goes to a listed endpoint at random, without a report,
+    an ask, or a second attempt."""
+
+    def __init__(self, sim: Simulation) -> None:
+        self._sim = sim
+        self._random = Random(f"{sim.seed}/strangers")
+        self._listed: list[int] = []
+        self.fleet_changed(sim.start_view(), 0.0)
+
+    def arrive(self, flight: Flight, now: float) -> None:  # noqa: ARG002
+        if self._listed:
+            self._sim.send(flight, self._random.choice(self._listed))
+        else:
+            self._sim.give_up(flight)
+
+    def first(self, flight: Flight, now: float, load: Load) -> None:
+        """Nothing is learned."""
+
+    def done(self, flight: Flight, now: float, load: Load) -> None:
+        """Nothing is learned."""
+
+    def error(self, flight: Flight, outcome: Outcome, now: float, retry_after: float | None) -> None:  # noqa: ARG002
+        self._sim.give_up(flight)
+
+    def fleet_changed(self, states: Sequence[str | None], now: float) -> None:  # noqa: ARG002
+        self._listed = [index for index, state in enumerate(states) if state == "ready"]

@@ -26,7 +26,7 @@ MODEL: Final = "llama"
 EVENT_KINDS: Final = (
     *("die", "restart", "hang", "recover", "throttle", "join", "drain", "errors", "overload", "outage"),
 )
-_PART = re.compile(r"(?P<count>\d+)x(?P<kind>[A-Za-z0-9_-]+)(?:@(?P<speed>[0-9.]+))?")
+_PART = re.compile(r"(?P<count>\d+)x(?P<kind>[A-Za-z0-9_-]+)(?:@(?P<speed>[0-9.]+))?(?:\*(?P<weight>[0-9.]+))?")
 
 
 class Load(NamedTuple):
@@ -75,7 +75,6 @@ class Server:
     __slots__ = (
         "alive",
         "errors",
-        "foreign",
         "gpu",
         "index",
         "joined",
@@ -83,25 +82,28 @@ class Server:
         "limit",
         "live",
         "picked",
+        "picked_tokens",
         "scheduled",
         "speed",
         "taken",
+        "weight",
     )
 
-    def __init__(self, index: int, kind: str, gpu: Gpu | Batcher, speed: float = 1.0) -> None:
+    def __init__(self, index: int, kind: str, gpu: Gpu | Batcher, speed: float = 1.0, weight: float = 1.0) -> None:
         self.index = index
         self.kind = kind
         self.gpu = gpu
         self.speed = speed
+        self.weight = weight
         self.alive = True
         self.joined = True
         self.errors = 0.0
         self.limit = 0
         self.live = 0  # jobs submitted and not ended
         self.picked = 0  # attempts sent here in the measured window
+        self.picked_tokens = 0  # and their prompt tokens
         self.scheduled = -1.0
         self.taken = 0  # prompt tokens on their way here: sent, not arrived
-        self.foreign = 0
         gpu.slowdown = 1.0 / speed
 
     def report(self, now: float) -> Load:
@@ -118,25 +120,29 @@ class Server:
             engine="triton" if self.kind == "batcher" else "vllm",
             model=MODEL,
             gpu=GpuLabel(kind=self.kind),
+            weight=self.weight,
             state=state,  # type: ignore[arg-type]
             agent=agent,
         )
 
 
 def parse_fleet(text: str, engine: Engine) -> list[Server]:
-    """Servers of a fleet such as `40xH100,10xL40S@0.5` (`@0.5`: at half speed). ValueError says what is
-    wrong.
+    """Servers of a fleet such as `40xH100*2,10xL40S@0.5` (`@0.5`: at half speed, `*2`: with that weight in the registry).
+    ValueError says what is wrong.
     """
     servers: list[Server] = []
     for part in text.split(","):
         match = _PART.fullmatch(part.strip())
         if match is None:
-            raise ValueError(f"fleet {part!r}: expected COUNTxKIND, e.g. 40xH100 or 2xA100@0.5")
+            raise ValueError(f"fleet {part!r}: expected COUNTxKIND, e.g. 40xH100, 2xA100@0.5 or 2xA100*1.7")
         speed = float(match["speed"] or 1)
         if not 0 < speed <= 1:
             raise ValueError(f"fleet {part!r}: the speed after @ must be above 0 and at most 1")
+        weight = float(match["weight"] or 1)
+        if not 0 < weight <= 1e6:
+            raise ValueError(f"fleet {part!r}: the weight after * must be above 0 and at most 1e6")
         for _ in range(int(match["count"])):
-            servers.append(Server(len(servers), match["kind"], engine.build(match["kind"]), speed))
+            servers.append(Server(len(servers), match["kind"], engine.build(match["kind"]), speed, weight))
     if not servers:
         raise ValueError(f"fleet {text!r} has no servers")
     return servers

@@ -45,6 +45,7 @@ class Flight:
         "client",
         "extra",
         "first_at",
+        "foreign",
         "job",
         "live",
         "number",
@@ -65,6 +66,7 @@ class Flight:
         self.call: object = None  # whatever the client keeps for it
         self.extra: object = None
         self.live = True
+        self.foreign = False  # of somebody who does not use the router: load, but not measured
         self.reached = False  # the attempt under way got to a server that read it
 
 
@@ -101,6 +103,7 @@ class Simulation:
         seed: int = 0,
         timeout: float = inf,
         sticky: bool = False,
+        foreign: float = 0.0,
     ) -> None:
         self.servers = servers
         self.network = network or Network()
@@ -108,6 +111,9 @@ class Simulation:
         self.now = 0.0
         self.timeout = timeout
         self.clients: Sequence[Client] = ()
+        self.stranger: Client | None = None
+        self._foreign = foreign  # share of calls that are the stranger's
+        self._who = Random(f"{seed}/foreign")
         self.seed = seed
         self.over = False  # no more calls will come and none is under way
         self.shared: dict[str, Any] = {}  # what the instances of a peer have in common
@@ -194,6 +200,8 @@ class Simulation:
         else:
             index = int(self._random.random() * len(clients))
         flight = Flight(request, clients[index], self.now)
+        if self.stranger is not None and self._who.random() < self._foreign:
+            flight.client, flight.foreign = self.stranger, True
         self._alive += 1
         self._flights += 1
         flight.number = self._flights
@@ -325,5 +333,5 @@ class Simulation:
         self._settle(server, self.now)
 
     def _announce(self, _: object) -> None:
-        for client in self.clients:
+        for client in (*self.clients, *([] if self.stranger is None else [self.stranger])):
             client.fleet_changed(tuple(self._listed), self.now)

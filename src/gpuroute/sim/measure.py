@@ -61,6 +61,7 @@ class Meter:
         """An attempt was sent."""
         if self._measured(flight):
             server.picked += 1
+            server.picked_tokens += flight.request.prompt_tokens
             self.attempts += 1
 
     def succeeded(self, flight: Flight, job: Job, now: float) -> None:
@@ -127,7 +128,7 @@ class Meter:
         }
 
     def _measured(self, flight: Flight) -> bool:
-        return self.warmup <= flight.born < self.end
+        return self.warmup <= flight.born < self.end and not flight.foreign
 
 
 def mean_of(values: Sequence[float]) -> float:

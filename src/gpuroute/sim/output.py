@@ -83,7 +83,8 @@ def print_claims(table: Sequence[dict[str, Any]]) -> None:
     print("|---|---|---|---|---|---|---|")
     for row in table:
         verdict = {True: "met", False: "**missed**", None: ""}[row["met"]]
-        figure = f"`{row['figure']}` | {row['value']:.3g} | {row['bar']}"
+        spread = f" ± {row['plus_minus']:.2g}" if row.get("plus_minus") else ""
+        figure = f"`{row['figure']}` | {row['value']:.3g}{spread} | {row['bar']}"
         print(f"| {row['item']} | {row['name']} | {figure} | {verdict} | `{row['case']}` |")
 
 

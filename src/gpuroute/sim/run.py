@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from gpuroute.core.policies import POLICIES
 
-from .clients import core_clients
+from .clients import Stranger, core_clients
 from .fleet import Engine, FleetEvent, parse_fleet
 from .loop import Network, Simulation
 from .measure import Meter, Slo
@@ -24,6 +24,8 @@ from .traces import load_trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+    from .fleet import Server
 
 KEYS: Final = (
     "policy",
@@ -50,6 +52,8 @@ class Scenario:
     common: int = 0
     sticky: bool = False
     reroute: bool = True
+    watchdog: bool = False
+    foreign: float = 0.0
     subset: int = 0
     timeout: float = inf
     engine: Engine = Engine()
@@ -98,18 +102,38 @@ def simulate(scenario: Scenario, name: str, seed: int, progress: Callable[[float
         seed=seed,
         timeout=scenario.timeout,
         sticky=scenario.sticky,
+        foreign=scenario.foreign,
     )
+    if scenario.foreign:
+        sim.stranger = Stranger(sim)
     if name in PEERS:
         sim.clients = peer_clients(sim, scenario.clients, name, seed)
     else:
         reports = scenario.reports.of(channel)
         sim.clients = core_clients(
-            sim, scenario.clients, policy, seed, reports=reports, reroute=scenario.reroute, size=scenario.subset
+            sim,
+            scenario.clients,
+            policy,
+            seed,
+            reports=reports,
+            reroute=scenario.reroute,
+            size=scenario.subset,
+            watchdog=scenario.watchdog,
         )
     sim.run()
     row = {"policy": name, "reports": channel, "seed": seed, **meter.row()}
     shares = [server.picked for server in servers]
-    return Result(row, meter.extra(), meter.ttft.tolist(), meter.samples, shares)
+    return Result(row, {**meter.extra(), **per_kind(servers)}, meter.ttft.tolist(), meter.samples, shares)
+
+
+def per_kind(servers: Sequence[Server]) -> dict[str, float]:
+    """What one server of each GPU kind was given: `calls_A100`, `prompts_A100` (tokens), in the measured window."""
+    found: dict[str, float] = {}
+    for kind in {server.kind: None for server in servers}:
+        its = [server for server in servers if server.kind == kind]
+        found[f"calls_{kind}"] = sum(server.picked for server in its) / len(its)
+        found[f"prompts_{kind}"] = sum(server.picked_tokens for server in its) / len(its)
+    return found
 
 
 def _watched(requests: Iterator[Any], end: float, progress: Callable[[float], None]) -> Iterator[Any]:

@@ -2,15 +2,17 @@
 
 A case is the arguments of one `gpuroute simulate` command; a row takes a figure from one or two of its policies and sets
 it against a bar. What misses its bar is printed as missed. Terms are `[case:]policy[.metric]`, mean TTFT if no metric is
-named; a row with two terms is their ratio. Rows without a bar are there to be read.
+named; a row with two terms is their ratio. With several seeds a figure is the mean of theirs, with the half width of its
+95 % confidence interval. Rows without a bar are there to be read.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from .measure import mean_of
+from .measure import confidence, mean_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -64,6 +66,10 @@ CASES: Final[Mapping[str, str]] = {
     "clients-1": _talk("auto+asks,auto", clients=1),
     "clients-10": _talk("auto+asks,auto", clients=10),
     "clients-1000": _talk("auto+asks,auto", clients=1000),
+    "clients-16": _talk("auto+asks", clients=16),
+    "clients-512": _talk("auto+asks", clients=512),
+    "clients-4000": _talk("auto+asks", clients=4000),
+    "delay-1": _talk("auto+asks", more="--report-delay 0.001"),
     "delay-5": _talk("auto+asks", more="--report-delay 0.005"),
     "delay-20": _talk("auto+asks", more="--report-delay 0.02"),
     "delay-50": _talk("auto+asks", more="--report-delay 0.05"),
@@ -74,7 +80,12 @@ CASES: Final[Mapping[str, str]] = {
     "liars-2": _talk("auto+asks", more="--liars 0.02"),
     "liars-10": _talk("auto+asks", more="--liars 0.1"),
     "cache-30": _talk("auto+asks", more="--cache-error 0.3"),
+    "foreign-50": _talk("auto+asks,oracle,peer:sglang", more="--foreign 0.5"),
     "handshake": _talk("auto+asks", more="--handshake 0.02"),
+    "honoured": "--trace azure-conv --fleet 16xA100*1.7,16xV100 --copies 20 --clients 32 --window 60 --warmup 60 "
+    "--policy weighted_round_robin,p2c,auto+engine,round_robin",
+    "hang": "--trace azure-conv --fleet 32xH100 --copies 90 --clients 64 --window 60 --warmup 30 --event 45:hang:3-4 "
+    "--watchdog --policy auto,auto+asks,p2c",
     "small": "--trace synthetic:rate=5500,prompt=10,output=1,sigma=0 --fleet 64xbatcher --clients 128 --copies 1 "
     "--window 5 --warmup 2 --policy p2c,auto,auto+asks,least_request",
     "stale": "--trace azure-conv --fleet 32xH100 --copies 90 --clients 64 --window 60 --warmup 30 --report-stale 5 "
@@ -93,6 +104,15 @@ class Row:
     case: str
     figure: str
     bar: str = ""
+
+    def by_seed(self, found: Mapping[str, Sequence[Result]]) -> list[float]:
+        """The figure of each seed; those that an interrupt left incomplete are missing."""
+        figures = []
+        for seed in sorted({each.row.get("seed", 1) for its in found.values() for each in its}):
+            its_own = {case: [each for each in its if each.row.get("seed", 1) == seed] for case, its in found.items()}
+            with suppress(KeyError):
+                figures.append(self.value(its_own))
+        return figures
 
     def value(self, found: Mapping[str, Sequence[Result]]) -> float:
         """The figure, of the results by case. KeyError if a case or a policy is missing."""
@@ -121,7 +141,8 @@ def _term(text: str, case: str, found: Mapping[str, Sequence[Result]]) -> float:
 
 _BLIND_PEERS: Final = ("p2c", "peer:envoy", "peer:peak-ewma", "peer:least-conn", "peer:litellm")
 _DANGERS: Final = {
-    **{f"asks take {ms} ms each way": f"delay-{ms}" for ms in (5, 20, 50)},
+    **{f"asks take {ms} ms each way": f"delay-{ms}" for ms in (1, 5, 20, 50)},
+    **{f"{clients} clients": f"clients-{clients}" for clients in (16, 512, 4000)},
     **{f"{share} % of messages get lost": f"loss-{share}" for share in (10, 30)},
     **{f"{share} % of the endpoints have agents": f"coverage-{share}" for share in (10, 50)},
     "agents misjudge the cache by 30 %": "cache-30",
@@ -157,6 +178,28 @@ ROWS: Final[Sequence[Row]] = (
     Row(
         "3", "claimed 1.25: learned over heuristic, goodput", "mixed", "predictive.goodput / weighted_round_robin.goodput"
     ),
+    Row("3", "the same against p2c, goodput", "mixed", "predictive.goodput / p2c.goodput"),
+    Row("3", "the same against p2c, mean TTFT", "mixed", "predictive / p2c"),
+    *(
+        Row(
+            "3",
+            f"claimed 1.7: A100 over V100, {what} of {policy}",
+            "honoured",
+            f"{policy}.{key}_A100 / {policy}.{key}_V100",
+            bar,
+        )
+        for policy, what, key, bar in (
+            ("weighted_round_robin", "calls", "calls", ">= 1.7"),
+            ("p2c", "calls", "calls", ""),
+            ("auto+engine", "prompt tokens", "prompts", ""),
+        )
+    ),
+    Row(
+        "3",
+        "the same: weighted over naive round robin, goodput",
+        "honoured",
+        "weighted_round_robin.goodput / round_robin.goodput",
+    ),
     Row("3", "claimed 0.4-0.6: prefill saved by prefix caches", "headline", "auto+asks.hit"),
     Row("3", "claimed 0.95 against 0.60: GPU use", "mixed", "auto+engine.utilisation"),
     Row(
@@ -187,6 +230,21 @@ ROWS: Final[Sequence[Row]] = (
         for clients in (1, 10, 1000)
     ),
     *(Row("5", name, case, "auto+asks / base::auto+asks") for name, case in _DANGERS.items()),
+    *(
+        Row("5", f"{share} % of the endpoints have agents: against none", case, f"{term} / base::auto")
+        for share, case, term in (
+            (10, "coverage-10", "auto+asks"),
+            (50, "coverage-50", "auto+asks"),
+            (100, "base", "auto+asks"),
+        )
+    ),
+    Row("5", "half of the traffic is foreign: against SGLang", "foreign-50", "auto+asks / peer:sglang", "<= 1"),
+    Row("5", "half of the traffic is foreign: against full knowledge", "foreign-50", "auto+asks / oracle"),
+    *(
+        Row("5", f"2 of 32 engines hang: calls answered, {policy}", "hang", f"{policy}.success", ">= 0.99")
+        for policy in ("auto", "auto+asks", "p2c")
+    ),
+    Row("5", "2 of 32 engines hang: p99 of TTFT, auto, in seconds", "hang", "auto.ttft_p99"),
     Row("5", "2 % of agents always say idle", "liars-2", "auto+asks / base::auto+asks", "<= 1.1"),
     Row("5", "10 % of agents always say idle", "liars-10", "auto+asks / base::auto+asks", "<= 1.1"),
     Row("5", "small jobs, 5,500/s: auto against p2c", "small", "auto / p2c"),
@@ -214,14 +272,15 @@ def judged(rows: Sequence[Row], found: Mapping[str, Sequence[Result]]) -> list[d
     """Rows with their figures, for people and machines; those whose cases were not run are left out."""
     table = []
     for row in rows:
-        if all(case in found for case in cases_of([row])):
-            value = row.value(found)
+        if figures := row.by_seed(found):
+            value, half = confidence(figures)
             said = {
                 "item": row.item,
                 "case": row.case,
                 "name": row.name,
                 "figure": row.figure,
                 "value": value,
+                "plus_minus": half,
                 "bar": row.bar,
             }
             table.append({**said, "met": row.met(value), "command": f"gpuroute simulate {CASES[row.case]}"})
