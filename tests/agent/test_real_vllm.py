@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import httpx2
 import pytest
 from agent.process import KEY, AgentProcess, Eyes
+from agent.stage import closed_port
 from registry.etcd_server import EtcdCluster, free_ports
 
 import gpuroute.httpx2
@@ -104,12 +105,12 @@ def up(vllm: Vllm, eventually: Callable[..., None]) -> Vllm:
 
 
 class Client:
-    """A router over the engine and an endpoint that takes no calls, which asks the agent with hashes."""
+    """A router that asks with hashes, over the engine and an endpoint that is dear and whose agent never answers."""
 
     def __init__(self, engine: Vllm, agent: AgentProcess) -> None:
-        drained = Endpoint("none", "http://127.0.0.1:9", weight=0.001)
-        endpoints = [Endpoint("real", engine.url, engine="vllm", agent=agent.lines["agent"]), drained]
-        self.router = Router(endpoints={"p": endpoints}, agent_key=KEY, asks="on", ask_hashes=True, ask_timeout="2s")
+        dear = Endpoint("none", "http://127.0.0.1:9", weight=0.001, agent=f"udp://127.0.0.1:{closed_port()}")
+        endpoints = [Endpoint("real", engine.url, engine="vllm", agent=agent.lines["agent"]), dear]
+        self.router = Router(endpoints={"p": endpoints}, agent_key=KEY, asks="on", ask_hashes=True, ask_timeout="1s")
         asker = asker_of(self.router)
         assert asker is not None
         self.asker = asker
