@@ -32,9 +32,13 @@ MAY_IMPORT = {
     "cli": ANYTHING_PUBLIC | {"transports", "testing", "sim", "agent"},
 }
 # "public": the modules that users import to get a transport, and the package itself, which only passes names on.
-PART_OF = {"routed": "router", "forms": "config", "__main__": "cli"} | dict.fromkeys(
-    ("__init__", "httpx", "httpx2", "grpc", "triton", "wrapping"), "public"
-)
+PART_OF = {
+    "routed": "router",
+    "pools": "router",
+    "rollout": "router",
+    "forms": "config",
+    "__main__": "cli",
+} | dict.fromkeys(("__init__", "httpx", "httpx2", "grpc", "triton", "wrapping"), "public")
 BANNED_IN_CORE = {"time", "random", "threading", "asyncio", "socket", "logging", "os", "secrets", "datetime"}
 
 

@@ -13,33 +13,25 @@ import threading
 import time
 import weakref
 from contextlib import suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from gpuroute.config import Settings
-from gpuroute.core.breaker import BreakerRules
 from gpuroute.core.call import Call
 from gpuroute.core.candidates import Ask
-from gpuroute.core.describe import Explanation, PoolView, RouterView, describe_pool, explain
-from gpuroute.core.endpoint import GRPC, HTTP, PROTOCOLS
-from gpuroute.core.fleet import Fleet, PoolSpec, by_protocol
-from gpuroute.core.hedge import HedgeRules
-from gpuroute.core.locality import Locality, relocate
-from gpuroute.core.merge import merge_rules
-from gpuroute.core.outliers import OutlierRules
+from gpuroute.core.describe import Explanation, RouterView, explain
+from gpuroute.core.endpoint import PROTOCOLS
 from gpuroute.core.policies import BY_SECONDS
-from gpuroute.core.pool import Pool, PoolRules
-from gpuroute.core.retry import RetryRules
 from gpuroute.core.ring import session_key
-from gpuroute.core.subset import Subsets
-from gpuroute.core.watchdog import WatchdogRules
-from gpuroute.errors import ConfigError, RegistryUnavailable, RouterClosed, UnknownPool
+from gpuroute.errors import ConfigError, RegistryUnavailable, RouterClosed
+from gpuroute.pools import Pools
+from gpuroute.rollout import Rollout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from gpuroute.core.endpoint import Endpoint
-    from gpuroute.core.fleet import HeldSeat, Registry, Seats, Subscription
+    from gpuroute.core.fleet import Fleet, HeldSeat, Registry, Seats, Subscription
+    from gpuroute.core.pool import Pool
     from gpuroute.core.report import Report
     from gpuroute.core.subset import Seat
     from gpuroute.registry.digest import DigestWatch
@@ -85,12 +77,6 @@ class Router:
         self.version = 0
         self._source = registry if registry is not None and not isinstance(registry, str) else None
         self._endpoints = endpoints
-        self._parts: dict[str, dict[str, Pool]] = {}  # by name and protocol
-        self._pools: dict[str | None, dict[str, Pool]] = {
-            None: {},
-            HTTP: {},
-            GRPC: {},
-        }  # by protocol and name; None: whatever there is, HTTP first
         self._fleet: Fleet | None = None
         self._fleet_at = 0.0
         self._closed = False
@@ -114,9 +100,9 @@ class Router:
         self._subscription: Subscription | None = None
         self._seat: HeldSeat | None = None
         self._digest: DigestWatch | None = None
-        self._subsets = Subsets()
+        self._pools = Pools(self.settings, self.random)
+        self._rollout = Rollout(self.settings)
         self._started = False
-        self._routed_share = 0.0
 
     def _check_source(self) -> None:
         if self._source is None and self._endpoints is None and self.settings.registry is None:
@@ -196,57 +182,14 @@ class Router:
         now = self.clock()
         with self._lock:
             self._fleet, self._fleet_at = fleet, now
-            self._apply(fleet, now)
+            self._pools.adopt(fleet, now)
+            self.version += 1
             waiting, self._waiting = self._waiting, []
         self._ready.set()
         for wake in waiting:
             wake()
         if self._started:
-            self._be_counted(any(self._subset_mode(spec) != "off" for spec in fleet.pools.values()))
-
-    def _apply(self, fleet: Fleet, now: float) -> None:
-        rules, parts = self._rules(), dict(self._parts)
-        for name in [*fleet.pools, *(name for name in parts if name not in fleet.pools)]:
-            spec = fleet.pools.get(name) or PoolSpec(name)
-            before = parts.get(name, {})
-            # A pool without endpoints remains what it was: their protocol is not known, and they may come back.
-            wanted = by_protocol(spec) or dict.fromkeys(before or (HTTP,), spec)
-            merged = merge_rules(rules, spec, self._explicit())
-            parts[name] = {
-                protocol: self._placed(part, _part_name(name, protocol, wanted), merged, before.get(protocol), now)
-                for protocol, part in wanted.items()
-            }
-        self._parts = parts
-        main = {name: part.get(HTTP) or part[GRPC] for name, part in parts.items()}
-        http = {name: pool for name, pool in main.items() if HTTP in parts[name] or not pool.spec.endpoints}
-        self._pools = {
-            None: main,
-            HTTP: http,
-            GRPC: main | {name: part[GRPC] for name, part in parts.items() if GRPC in part},
-        }
-        self.version += 1
-
-    def _placed(self, spec: PoolSpec, part: str, rules: PoolRules, pool: Pool | None, now: float) -> Pool:
-        """The pool with this spec, or as much of it as this client uses."""
-        spec = self._subsets.narrowed(spec, self._subset_mode(spec), part)
-        if pool is None:
-            pool = Pool(PoolSpec(spec.name), rules, random=self.random, now=now, make_lock=threading.Lock)
-        pool.survivors.elders = self._subsets.elders(part)
-        relocate(pool.shared, pool.snapshot.states, self._locality(spec))
-        pool.update(spec, rules, now)
-        return pool
-
-    def _locality(self, spec: PoolSpec) -> Locality:
-        settings, seat = self.settings, self._subsets.seat
-        prices = {
-            name: stated if stated is not None and name not in self._explicit() else getattr(settings, name)
-            for name, stated in (("zone_price", spec.config.zone_price), ("region_price", spec.config.region_price))
-        }
-        return Locality(settings.zone or "", settings.region or "", *prices.values(), *(seat.shares if seat else ()))
-
-    def _subset_mode(self, spec: PoolSpec) -> str | int:
-        stated = None if "subset" in self._explicit() else spec.config.subset
-        return self.settings.subset if stated is None else stated
+            self._be_counted(self._pools.want_ordinal(fleet))
 
     def _be_counted(self, numbered: bool) -> None:
         """Become one of the clients that are counted, once a pool needs an ordinal, or the numbers of clients by zone."""
@@ -254,8 +197,8 @@ class Router:
         located = any(place) and any(pool.rules.policy not in BY_SECONDS for pool in self.pools())
         seats = cast("Seats", self._source) if hasattr(self._source, "take_seat") else None
         if seats is None:
-            if numbered and not self._subsets.warned:
-                self._subsets.warned = True
+            if numbered and not self._pools.subsets.warned:
+                self._pools.subsets.warned = True
                 log.warning("a pool wants subsets, but %s gives no ordinals: all of it is used", self._describe_source())
         elif self._seat is not None:
             self._seat.numbered |= numbered
@@ -270,34 +213,10 @@ class Router:
     def _seated(self, seat: Seat) -> None:
         """Use the part of each pool that goes with this ordinal. Called by the registry; any thread."""
         with self._lock:
-            self._subsets.seat = seat
+            self._pools.subsets.seat = seat
             if self._fleet is not None and not self._closed:
-                self._apply(self._fleet, self.clock())
-
-    def _rules(self) -> PoolRules:
-        settings = self.settings
-        return PoolRules(
-            policy=settings.policy,
-            timeout=settings.timeout,
-            max_in_flight=settings.max_in_flight,
-            panic=settings.panic,
-            panic_share=settings.panic_share,
-            outliers=OutlierRules(interval_s=settings.eject_interval, max_share=settings.eject_share),
-            watchdog=WatchdogRules(enabled=settings.watchdog),
-            hedge=HedgeRules(hedge=settings.hedge, reroute=settings.reroute),
-            continuation=settings.continuation,
-            retry=RetryRules(attempts=settings.attempts),
-            breaker=BreakerRules(failures=settings.breaker_failures, open_s=settings.breaker_open),
-            budget_ratio=settings.retry_budget,
-            budget_floor=settings.retry_floor,
-        )
-
-    def _explicit(self) -> frozenset[str]:
-        names = (
-            "policy", "timeout", "max_in_flight", "attempts", "hedge", "reroute", "continuation", "watchdog", "subset",
-            "zone_price", "region_price",
-        )  # fmt: skip
-        return frozenset(name for name in names if self.settings.source(name) != "default")
+                self._pools.adopt(self._fleet, self.clock())
+                self.version += 1
 
     @property
     def is_ready(self) -> bool:
@@ -423,28 +342,18 @@ class Router:
         RegistryUnavailable.
         """
         try:
-            found = self._pools[protocol].get(name)
+            found = self._pools.by_protocol[protocol].get(name)
             if found is not None and self._started and not self._closed:
                 return found
             self.start()
-            found = self._pools[protocol].get(name)
+            found = self._pools.by_protocol[protocol].get(name)
         except KeyError:
             raise ConfigError(f"protocol {protocol!r}: expected one of {', '.join(PROTOCOLS)}") from None
         if found is not None:
             return found
         if not self._ready.is_set():
             raise self._no_view()
-        raise self._no_pool(name)
-
-    def _no_pool(self, name: str) -> ConfigError | UnknownPool:
-        known = ", ".join(sorted(self._parts)) or "none"
-        if name in self._parts:
-            return ConfigError(
-                f"pool {name!r} has no endpoint for HTTP: all of them speak gRPC; call it through gpuroute.grpc.channel, "
-                "or name another pool"
-            )
-        hint = ": give its name, not a URL" if "/" in name else ""
-        return UnknownPool(f"pool {name!r} is not in the fleet{hint}; known pools: {known}")
+        raise self._pools.missing(name)
 
     @property
     def closed(self) -> bool:
@@ -453,7 +362,7 @@ class Router:
 
     def pools(self) -> tuple[Pool, ...]:
         """The pools of the present view; one with endpoints of both protocols is two of that name. Never blocks."""
-        return tuple(pool for part in self._parts.values() for pool in part.values())
+        return self._pools.all()
 
     def resolve(self, model: str) -> str:
         """The pool that serves a model: the pool of that name, else the only one all of whose endpoints list the model.
@@ -464,51 +373,11 @@ class Router:
         if not self._started or self._closed or not self._ready.is_set():
             self.start()
             self._check_view()
-        pools = {name: pool.spec.endpoints for name, pool in self._pools[None].items()}
-        if pools.get(model):
-            return model
-        listing = {name: sum(_serves(e, model) for e in endpoints) for name, endpoints in pools.items()}
-        serving = [name for name, count in listing.items() if 0 < count == len(pools[name])]
-        if len(serving) == 1:
-            return serving[0]
-        if model in pools:
-            return model  # it has no endpoints now, which the call will say
-        raise UnknownPool(self._why_unresolved(model, listing, serving))
-
-    @staticmethod
-    def _why_unresolved(model: str, listing: Mapping[str, int], serving: Sequence[str]) -> str:
-        if serving:
-            return f"model {model!r} is served by several pools ({', '.join(sorted(serving))}): name one"
-        partly = ", ".join(sorted(name for name, count in listing.items() if count))
-        if partly:
-            return f"model {model!r} is served by only some endpoints of pool {partly}: give it a pool of its own"
-        return f"no pool serves model {model!r}; known pools: {', '.join(sorted(listing)) or 'none'}"
+        return self._pools.serving(model)
 
     def fallback(self, pool: str, key: str | None = None) -> str | None:
         """The URL to use instead of routing: kill switch, or the share of calls outside the rollout; else None."""
-        settings = self.settings
-        if settings.disabled:
-            return settings.fallback_url
-        found = self._pools[None].get(pool)
-        if found is not None and found.spec.config.disabled:
-            url = found.spec.config.fallback_url or settings.fallback_url
-            if not url:
-                raise ConfigError(f"pool {pool!r} is disabled in the registry but has no fallback_url")
-            return url
-        if settings.rollout < 1 and not self._rolled_in(key):
-            return settings.fallback_url
-        return None
-
-    def _rolled_in(self, key: str | None) -> bool:
-        share = self.settings.rollout
-        if key:
-            return session_key(key) < share * 2.0**64
-        # Without a key, an even spread: of any 10 calls in a row, 10 % are exactly one.
-        with self._lock:
-            self._routed_share += share
-            routed = self._routed_share >= 1 - 1e-9  # ten times 0.1 is a little less than 1
-            self._routed_share -= routed
-        return routed
+        return self._rollout.fallback(self._pools.by_protocol[None].get(pool), key)
 
     # ------------------------------------------------------------------------------------------ looking
 
@@ -525,21 +394,13 @@ class Router:
             problems=fleet.problems if fleet else (),
             version=self.version,
             digest_error=self._digest.error if self._digest else None,
-            pools={
-                _part_name(name, protocol, part): self._view(name, protocol, now)
-                for name, part in self._parts.items()
-                for protocol in part
-            },
+            pools=self._pools.views(now),
         )
 
     def _trouble(self) -> str | None:
         """What is wrong with the watch, or with keeping an ordinal."""
         held = (self._subscription, self._seat)
         return next((one.error for one in held if one is not None and one.error), None)
-
-    def _view(self, name: str, protocol: str, now: float) -> PoolView:
-        subset = self._subsets.views.get(_part_name(name, protocol, self._parts[name]))
-        return replace(describe_pool(self._parts[name][protocol], now), subset=subset)
 
     def explain(
         self,
@@ -567,7 +428,6 @@ class Router:
         """Start afresh in a forked child, from the last view. Called by `os.register_at_fork`."""
         fleet = self._fleet
         self._arrange()
-        self._parts = {}
         if fleet is not None and not self._closed:
             self.update(fleet)
         for reference in self._fork_hooks:
@@ -615,17 +475,8 @@ class Router:
         self.close()
 
     def __repr__(self) -> str:
-        pools = {name: len(pool.snapshot.states) for name, pool in self._pools[None].items()}
+        pools = {name: len(pool.snapshot.states) for name, pool in self._pools.by_protocol[None].items()}
         return f"<Router {type(self._source).__name__} pools={pools} version={self.version}{' closed' * self._closed}>"
-
-
-def _part_name(name: str, protocol: str, parts: Container[str]) -> str:
-    """How one pool, or the gRPC part of a mixed one, is called among others."""
-    return f"{name} ({protocol})" if protocol == GRPC and HTTP in parts else name
-
-
-def _serves(endpoint: Endpoint, model: str) -> bool:
-    return model == endpoint.model or model in endpoint.adapters
 
 
 def check_router(value: object) -> None:

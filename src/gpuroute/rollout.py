@@ -1,0 +1,47 @@
+"""Careful adoption: the kill switch, and the share of calls that is routed at all."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from gpuroute.core.ring import session_key
+from gpuroute.errors import ConfigError
+
+if TYPE_CHECKING:
+    from gpuroute.config import Settings
+    from gpuroute.core.pool import Pool
+
+
+class Rollout:
+    """Safe from any thread."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._lock = threading.Lock()
+        self._routed_share = 0.0
+
+    def fallback(self, pool: Pool | None, key: str | None) -> str | None:
+        """The URL to use instead of routing; else None. Raises ConfigError if a pool is off and has no such URL."""
+        settings = self._settings
+        if settings.disabled:
+            return settings.fallback_url
+        if pool is not None and pool.spec.config.disabled:
+            url = pool.spec.config.fallback_url or settings.fallback_url
+            if not url:
+                raise ConfigError(f"pool {pool.name!r} is disabled in the registry but has no fallback_url")
+            return url
+        if settings.rollout < 1 and not self._rolled_in(key):
+            return settings.fallback_url
+        return None
+
+    def _rolled_in(self, key: str | None) -> bool:
+        share = self._settings.rollout
+        if key:
+            return session_key(key) < share * 2.0**64
+        # Without a key, an even spread: of any 10 calls in a row, 10 % are exactly one.
+        with self._lock:
+            self._routed_share += share
+            routed = self._routed_share >= 1 - 1e-9  # ten times 0.1 is a little less than 1
+            self._routed_share -= routed
+        return routed
