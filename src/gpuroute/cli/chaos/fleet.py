@@ -156,7 +156,12 @@ class ChaosFleet:
             fillers.append(filler)
         ident = f"hole-{time.monotonic_ns()}"
         self._holes[ident] = [listening, *fillers]
-        await self.put(Endpoint(ident, f"http://127.0.0.1:{listening.getsockname()[1]}", engine="vllm", model="chaos"))
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        try:
+            await self.put(Endpoint(ident, url, engine="vllm", model="chaos"))
+        except Exception:  # etcd has no quorum just now
+            await self.fill_hole(ident)
+            raise
         return ident
 
     async def fill_hole(self, ident: str) -> None:
