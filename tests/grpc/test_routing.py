@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import _thread
 import asyncio
-import struct
+import collections
+import socket
 import threading
 import time
 from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
-from world import Manner, Server, drained, in_flight, method, refused_url, router_of, servers, soon
+from world import WAITING, Manner, Server, drained, in_flight, method, refused_url, router_of, servers, soon
 
 import gpuroute
 import gpuroute.grpc
 import gpuroute.grpc.aio
 from gpuroute.core.endpoint import Endpoint, State
+from gpuroute.core.prefix import Prompt
 from gpuroute.core.wire import encode
 from gpuroute.testing import FakeRegistry
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 CODE = grpc.StatusCode
 
@@ -380,9 +382,6 @@ def _as_infer(name: str, request: bytes) -> Any:
     return read_message("/inference.GRPCInferenceService/ModelInfer", request)
 
 
-WAITING = encode((8, encode((1, "num_requests_waiting")) + b"\x11" + struct.pack("<d", 5.0)))  # field 8: a map entry
-
-
 @pytest.mark.parametrize(
     "trailer",
     [
@@ -399,6 +398,47 @@ def test_load_reports_in_trailers_are_learned(manner: Manner, trailer: tuple[str
         (state,) = router.pool("p").snapshot.states
         assert state.report is not None
         assert (state.report.waiting, state.report.source) == (5, "orca")
+
+
+@pytest.mark.parametrize("name", ["blocking", "asyncio"])
+def test_load_reports_out_of_band_are_followed_if_asked_for(name: str) -> None:
+    with servers(1) as (server,):
+        router = router_of(server.url)
+        assert Manner(name).call(router, "Who", b"", given={"load_reports": None}) == b"s0"
+        followed = router_of(server.url)
+        assert _called_until(name, followed, lambda: followed.pool("p").snapshot.states[0].report is not None)
+        (state,) = followed.pool("p").snapshot.states
+        assert state.report is not None
+        assert state.report.waiting == 5
+        assert server.service.followed == [
+            b"\n\x07\x08\x00\x10\x80\xc2\xd7/"
+        ]  # 0.1 s, and the first channel asked for none
+        assert router.pool("p").snapshot.states[0].report is None
+        assert soon(lambda: not server.service.following), "the stream outlives its channel"
+
+
+def _called_until(name: str, router: gpuroute.Router, condition: Callable[[], bool]) -> bool:
+    """Keep a channel with load reports open until the condition holds."""
+    if name == "blocking":
+        with gpuroute.grpc.channel(router, "p", load_reports=0.1) as channel:
+            assert channel.unary_unary(method("Who"))(b"") == b"s0"
+            return soon(condition)
+
+    async def run() -> bool:
+        async with gpuroute.grpc.aio.channel(router, "p", load_reports=0.1) as channel:
+            assert await channel.unary_unary(method("Who"))(b"") == b"s0"
+            return await asyncio.to_thread(soon, condition)
+
+    return asyncio.run(run())
+
+
+def test_a_server_without_reports_is_called_as_ever(two: list[Server]) -> None:
+    two[0].service.follows = False
+    with gpuroute.grpc.channel(router_of(two[0].url), "p", load_reports=0.1) as channel:
+        who = channel.unary_unary(method("Who"))
+        assert {who(b"") for _ in range(5)} == {b"s0"}
+    with pytest.raises(gpuroute.ConfigError, match="load_reports=0: expected seconds above 0"):
+        gpuroute.grpc.channel(router_of(two[0].url), "p", load_reports=0)
 
 
 def test_a_server_that_never_reports_is_still_heard_now_and_then() -> None:
@@ -427,6 +467,24 @@ def test_an_endpoints_headers_are_sent_and_never_shown(two: list[Server]) -> Non
     assert ("authorization", "the caller's") not in sent
     assert ("other", "1") in sent
     assert "hush" not in f"{error.value} {router.snapshot()!r}"
+
+
+def test_futures_that_ask_agents_wait_in_one_thread(two: list[Server]) -> None:
+    """Of agents that say nothing. Each such call is sent when the wait is over; its caller has gone on long before."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as silent:
+        silent.bind(("127.0.0.1", 0))
+        agent = f"udp://127.0.0.1:{silent.getsockname()[1]}"
+        endpoints = [Endpoint(server.url, server.url, agent=f"{agent}/{n}") for n, server in enumerate(two)]
+        router = router_of(*endpoints, asks="on", ask_timeout="500ms")
+        prompt = Prompt(b"hello", 5_000)
+        with gpuroute.grpc.channel(router, "p", prompt=lambda *_: prompt) as channel:
+            who = channel.unary_unary(method("Who"))
+            calls = [who.future(b"hello", timeout=60) for _ in range(30)]
+            threads = collections.Counter(type(thread).__name__ for thread in threading.enumerate())
+            assert sum(thread.name == "gpuroute-grpc-aside" for thread in threading.enumerate()) == 1
+            assert threads["Timer"] == 0
+            assert {call.result() for call in calls} == {b"s0", b"s1"}
+        assert drained(router)
 
 
 # ------------------------------------------------------------------------------------------ accounting (cases G7, L2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 import threading
 import time
 from concurrent import futures
@@ -15,12 +16,15 @@ import gpuroute
 import gpuroute.grpc
 import gpuroute.grpc.aio
 from gpuroute.core.endpoint import Endpoint
+from gpuroute.core.wire import encode
 from gpuroute.testing import FakeRegistry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 SERVICE = "test.Service"
+WAITING = encode((8, encode((1, "num_requests_waiting")) + b"\x11" + struct.pack("<d", 5.0)))
+"""An ORCA load report: five wait. Field 8 is a map entry."""
 
 
 def method(name: str) -> str:
@@ -42,6 +46,9 @@ class Service:
         self.hang = False
         self.released_code: grpc.StatusCode | None = None
         self.heard: Callable[[], object] = lambda: None
+        self.follows = True
+        self.followed: list[bytes] = []  # requests for load reports out of band
+        self.following = 0
 
     def _wait(self, context: grpc.ServicerContext) -> None:
         """Until the test says so, or the call has ended: a thread must not outlive its call."""
@@ -126,6 +133,17 @@ class Service:
                 context.abort(grpc.StatusCode.INTERNAL, "in the middle")
             yield b"re:" + request
 
+    def load(self, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+        if not self.follows:
+            context.abort(grpc.StatusCode.UNIMPLEMENTED, "no such service")
+        self.followed.append(request)
+        self.following += 1
+        try:
+            while context.is_active() and not self.release.wait(0.02):
+                yield WAITING
+        finally:
+            self.following -= 1
+
     def handlers(self) -> grpc.GenericRpcHandler:
         unary, server = grpc.unary_unary_rpc_method_handler, grpc.unary_stream_rpc_method_handler
         client, both = grpc.stream_unary_rpc_method_handler, grpc.stream_stream_rpc_method_handler
@@ -149,7 +167,9 @@ class Server:
         self.service = Service(name)
         how = [("grpc.so_reuseport", 0), *options]
         self._server = grpc.server(futures.ThreadPoolExecutor(threads), options=how)
-        self._server.add_generic_rpc_handlers((self.service.handlers(),))
+        reports = {"StreamCoreMetrics": grpc.unary_stream_rpc_method_handler(self.service.load)}
+        orca = grpc.method_handlers_generic_handler("xds.service.orca.v3.OpenRcaService", reports)
+        self._server.add_generic_rpc_handlers((self.service.handlers(), orca))
         address = f"127.0.0.1:{port}"
         secure = self._server.add_secure_port
         self.port = secure(address, credentials) if credentials else self._server.add_insecure_port(address)
