@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import csv
 import json
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
 
 from gpuroute.cli import main
+from gpuroute.cli import simulate as command
 from gpuroute.sim import output
 from gpuroute.sim.run import KEYS, Scenario, sweep
 from gpuroute.sim.validate import validate
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 BASE = ["simulate", "--fleet", "3xH100", "--clients", "2", "--copies", "1", "--window", "20", "--warmup", "5", "--quiet"]
@@ -36,6 +39,102 @@ def test_files_table_and_processes_agree(tmp_path: Path, capsys: pytest.CaptureF
     shown = capsys.readouterr().out
     assert "auto+asks" in shown
     assert "mooncake x 1 on 3xH100" in shown
+
+
+def test_a_ray_cluster_gives_the_same_bytes(tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="Ray is an extra")
+    local, cluster = tmp_path / "local.json", tmp_path / "ray.json"
+    sweep_of_two = [*BASE, "--policy", "p2c,auto+asks", "--seeds", "2"]
+    assert main([*sweep_of_two, "--json", str(local)]) == 0
+    assert main([*sweep_of_two, "--json", str(cluster), "--engine", "ray", "--jobs", "2"]) == 0
+    assert local.read_bytes() == cluster.read_bytes()
+
+
+class Ref:
+    """Where a result will be."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+
+class Remote:
+    """A function that runs elsewhere; here: at once."""
+
+    def __init__(self, work: Callable[..., object]) -> None:
+        self._work = work
+
+    def remote(self, *what: object) -> Ref:
+        return Ref(self._work(*what))
+
+
+class PretendRay:
+    """What we call of Ray, for machines without it."""
+
+    def __init__(self) -> None:
+        self.cancelled, self.up, self.started = 0, False, 0
+
+    def is_initialized(self) -> bool:
+        return self.up
+
+    def init(self, **_: object) -> None:
+        self.up = True
+        self.started += 1
+
+    def remote(self, **_: object) -> Callable[[Callable[..., object]], object]:
+        return Remote
+
+    def put(self, what: object) -> object:
+        return what
+
+    def wait(self, waiting: list[object], num_returns: int) -> tuple[list[object], list[object]]:
+        return waiting[-num_returns:], waiting[:-num_returns]  # the last comes first, as it may
+
+    def get(self, done: Ref) -> object:
+        return done.value
+
+    def cancel(self, left: object, *, force: bool) -> None:
+        self.cancelled += force
+
+    def shutdown(self) -> None:
+        self.up = False
+
+
+@pytest.fixture
+def pretend_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendRay]:
+    ray = PretendRay()
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.delitem(sys.modules, "gpuroute.sim.cluster", raising=False)
+    yield ray
+    sys.modules.pop("gpuroute.sim.cluster", None)
+
+
+def test_a_cluster_is_left_as_it_was_found(pretend_ray: PretendRay) -> None:
+    scenario = Scenario(fleet="2xH100", clients=1, window=5, warmup=0)
+    here = sweep(scenario, ["p2c", "random"], [1, 2])
+    there = sweep(scenario, ["p2c", "random"], [1, 2], engine="ray")
+    assert repr(here) == repr(there), "in the order that was asked for, whatever came first"
+    assert (pretend_ray.started, pretend_ray.up, pretend_ray.cancelled) == (1, False, 0)
+    pretend_ray.up = True  # somebody else's
+    sweep(scenario, ["p2c"], [1], engine="ray")
+    assert (pretend_ray.started, pretend_ray.up) == (1, True)
+
+
+def test_what_is_left_on_a_cluster_is_cancelled(pretend_ray: PretendRay) -> None:
+    def stop(_: object) -> None:
+        raise KeyboardInterrupt
+
+    scenario = Scenario(fleet="2xH100", clients=1, window=5, warmup=0)
+    done = sweep(scenario, ["p2c"], [1, 2, 3], engine="ray", on_result=stop)
+    assert [result.row["seed"] for result in done] == [3]
+    assert (pretend_ray.cancelled, pretend_ray.up) == (2, False)
+
+
+def test_ray_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(command, "find_spec", lambda _: None)
+    assert main([*BASE, "--engine", "ray"]) == 2
+    assert "gpuroute[ray]" in capsys.readouterr().err
+    assert main([*BASE, "--plot", "x.png"]) == 2
+    assert "gpuroute[plot]" in capsys.readouterr().err
 
 
 def test_plot(tmp_path: Path) -> None:

@@ -93,6 +93,7 @@ def _add_trouble(parser: argparse.ArgumentParser) -> None:
 def _add_output(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--jobs", type=int, default=1, help="runs side by side, each in a process of its own")
+    add("--engine", choices=["local", "ray"], default="local", help="where the runs go; ray needs gpuroute[ray]")
     add("--json", nargs="?", const="-", metavar="FILE", help="rows as JSON (to stdout without FILE)")
     add("--csv", metavar="FILE", help="rows as CSV")
     add("--plot", metavar="FILE", help="PNG or SVG; needs gpuroute[plot]")
@@ -111,6 +112,8 @@ def run(args: argparse.Namespace) -> int:
     """Run the sweep that `args` describe."""
     if args.validate:
         return _validate(args)
+    if args.engine == "ray" and not find_spec("ray"):
+        raise ConfigError("--engine ray needs Ray: pip install 'gpuroute[ray]'")
     if args.suite:
         return _suite(args)
     from gpuroute.sim.run import sweep
@@ -122,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         scenario = _scenario(args)
         with _progress(quiet=args.quiet) as tell:
-            results = sweep(scenario, names, seeds, jobs=args.jobs, on_progress=tell)
+            results = sweep(scenario, names, seeds, jobs=args.jobs, engine=args.engine, on_progress=tell)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     _show(args, results, scenario)
@@ -146,7 +149,7 @@ def _suite(args: argparse.Namespace) -> int:
         for case in cases:
             its = parser.parse_args(CASES[case].split())
             names = its.policy.split(",")
-            found[case] = sweep(_scenario(its), names, seeds, jobs=args.jobs)
+            found[case] = sweep(_scenario(its), names, seeds, jobs=args.jobs, engine=args.engine)
             if len(found[case]) < len(names) * len(seeds):
                 raise KeyboardInterrupt
             if not args.quiet:

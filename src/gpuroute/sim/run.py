@@ -151,18 +151,19 @@ def sweep(
     seeds: Sequence[int],
     *,
     jobs: int = 1,
+    engine: str = "local",
     on_result: Callable[[Result], None] | None = None,
     on_progress: Callable[[float], None] | None = None,
 ) -> list[Result]:
     """All policies with all seeds, in that order. On Ctrl-C: what is done so far (at least the order is
-    kept).
+    kept). `engine`: "local" (processes) or "ray" (a cluster); the rows are the same.
     """
     tasks = [(name, seed) for seed in seeds for name in names]
     for name in names:
         check_policy(name)
     found: dict[tuple[str, int], Result] = {}
     try:
-        for task, result in _results(scenario, tasks, jobs, on_progress):
+        for task, result in _results(scenario, tasks, jobs, engine, on_progress):
             found[task] = result
             if on_result is not None:
                 on_result(result)
@@ -173,8 +174,20 @@ def sweep(
 
 
 def _results(
-    scenario: Scenario, tasks: list[tuple[str, int]], jobs: int, on_progress: Callable[[float], None] | None
+    scenario: Scenario,
+    tasks: list[tuple[str, int]],
+    jobs: int,
+    engine: str,
+    on_progress: Callable[[float], None] | None,
 ) -> Iterator[tuple[tuple[str, int], Result]]:
+    if engine == "ray":
+        from .cluster import spread
+
+        for number, (task, result) in enumerate(spread(simulate, scenario, tasks, jobs), 1):
+            if on_progress is not None:
+                on_progress(number / len(tasks))
+            yield task, result
+        return
     if jobs <= 1:
         for number, task in enumerate(tasks):
             share = None if on_progress is None else _part(on_progress, number, len(tasks))
