@@ -28,6 +28,7 @@ def router_for(stubs: Sequence[Stub | Endpoint], pool: str = "llama", **settings
     registry = FakeRegistry({pool: [s if isinstance(s, Endpoint) else endpoint(s) for s in stubs]})
     settings.setdefault("policy", "round_robin")
     settings.setdefault("random", lambda: 0.0)
+    settings.setdefault("connect_timeout", "20s")  # on a busy machine the default of 1 s is a fault of its own
     router = Router(registry, **settings)
     router.registry = registry
     router.ready()
