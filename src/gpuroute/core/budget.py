@@ -55,9 +55,7 @@ class Budget:
 
     __slots__ = ("_withdrawals", "deposits", "floor", "ratio", "window")
 
-    def __init__(
-        self, ratio: float = 0.2, floor: float = 10.0, window: int = 10, deposits: Recent | None = None
-    ) -> None:
+    def __init__(self, ratio: float = 0.2, floor: float = 10.0, window: int = 10, deposits: Recent | None = None) -> None:
         if not 0 <= ratio <= 10 or floor < 0 or not 0 < window <= SECONDS:
             raise ConfigError(
                 f"retry budget: need 0 <= ratio <= 10, floor >= 0, 0 < window <= {SECONDS};"
