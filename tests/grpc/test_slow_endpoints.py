@@ -97,7 +97,7 @@ def test_a_failed_first_attempt_leaves_it_to_the_second(manner: Manner, two: lis
     answers: list[Any] = []
 
     def ask() -> None:
-        answers.append(manner.call(router, "Who", b"", timeout=30))
+        answers.append(manner.call(router, "Who", b"", timeout=90))
 
     import threading
 
@@ -114,10 +114,12 @@ def test_a_failed_first_attempt_leaves_it_to_the_second(manner: Manner, two: lis
 
 def test_cancelling_a_hedged_call_ends_both_attempts(two: list[Server]) -> None:
     router = experienced(two, hedge=True, floor=60.0)
+    before = [server.service.received for server in two]
     two[0].service.hang = two[1].service.hang = True
     with gpuroute.grpc.channel(router, "p") as channel:
-        call = channel.unary_unary(method("Who")).future(b"", timeout=30)
-        assert soon(lambda: _hedges(router)), router.snapshot().pools["p"].signals
+        call = channel.unary_unary(method("Who")).future(b"", timeout=90)
+        both = [count + 1 for count in before]
+        assert soon(lambda: [server.service.received for server in two] == both), router.snapshot().pools["p"].signals
         assert call.cancel()
         assert all(server.service.cancelled.wait(30) for server in two)
     assert drained(router)
