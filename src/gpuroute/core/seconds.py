@@ -38,13 +38,13 @@ BLIND_NEIGHBOUR_S = 0.0002  # per own call in flight: breaks ties
 class SecondsRules:
     """Constants of the cost; found in our simulator (docs/simulation.md).
 
-    Blind = without a bid. `kv_slope`: by how much prefill is slower beside the decodes of a full KV cache; where KV use
-    is not known, `running_slope` is that per running sequence. Rungs: which hashes of the ladder have homes, and how
-    many. `failure_s` fades over `failure_fade_s`.
+    `alpha` is 2 at a mean backlog of `alpha_tokens`. Blind = without a bid. `kv_slope`: by how much prefill is slower
+    beside the decodes of a full KV cache; where KV use is not known, `running_slope` is that per running sequence.
+    Rungs: which hashes of the ladder have homes, and how many. `failure_s` fades over `failure_fade_s`.
     """
 
     alpha_max: float = 30.0
-    alpha_tokens: float = 20_000.0
+    alpha_tokens: float = 14_000.0
     blind_alpha: float = 3.0
     blind_hit: float = 0.35
     home_discount: float = 0.3
@@ -171,8 +171,11 @@ class Soonest:
         return 1 + (self.rules.kv_slope * bid.kv_usage or self.rules.running_slope * bid.running)
 
     def _alpha(self, speeds: Speeds) -> float:
-        """What a token of prefill costs in all: itself, and in a backlog those who wait behind it."""
-        return min(self.rules.alpha_max, 1 + speeds.backlog / self.rules.alpha_tokens)
+        """What a token of prefill costs in all: itself, and in a backlog those who wait behind it.
+
+        Squared: below saturation a longer queue ends soon by itself, above it what is computed twice delays everybody.
+        """
+        return min(self.rules.alpha_max, 1 + (speeds.backlog / self.rules.alpha_tokens) ** 2)
 
     def _drawn(self, ask: Ask) -> dict[EndpointState, str]:
         found = ask.candidates
