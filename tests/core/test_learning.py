@@ -7,6 +7,7 @@ import math
 import pytest
 from stage import Stage
 
+from gpuroute.core.asking import copies
 from gpuroute.core.candidates import Ask
 from gpuroute.core.learning import UNHEARD_S, learn_bid, learn_first_token, learn_latency, learn_silence
 from gpuroute.core.pickers import queue_depth
@@ -109,3 +110,9 @@ def test_small_answers_are_not_worth_asking_for_and_long_ones_are_from_afar() ->
         state = world.state("gpu-0")
         learn_latency(state, seconds, world.clock(), failed=False)
         assert worth_asking(ask, [state], round_trip) is worth
+
+
+@pytest.mark.parametrize(("lost", "at_most"), [(0.0, 0.0), (0.1, 0.02), (0.3, 0.03)])
+def test_takes_and_tells_are_said_so_often_that_few_are_lost(lost: float, at_most: float) -> None:
+    asked_again = 1 - (1 - lost) ** 2
+    assert lost ** copies(asked_again) <= at_most

@@ -34,6 +34,7 @@ VERSION = 1
 GRPC_METHOD = "/gpuroute.Agent/Say"  # over gRPC the same messages are the payload of this one
 MAX_HASHES = 8
 UNKNOWN = 0xFFFFFFFF
+LOSSY, VERY_LOSSY = 0.15, 0.4  # asks that had to be sent again, as a share
 
 _HEADER = struct.Struct("!2sBBBxHQQ")
 _ASK = struct.Struct("!IB3x")
@@ -240,3 +241,9 @@ def _maybe(number: int | None) -> int:
 
 def _known(number: int) -> int | None:
     return None if number == UNKNOWN else number
+
+
+def copies(unanswered: float) -> int:
+    """How often a take or a tell is said, which nobody answers, where that share of asks had to be sent again: so that
+    some 2 % are lost at 10 % loss of messages, and 3 % at 30 %. Agents count them once."""
+    return 1 + (unanswered > LOSSY) + (unanswered > VERY_LOSSY)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from gpuroute.agent.book import Book, Sample
 from gpuroute.agent.health import HUNG_AFTER_S
+from gpuroute.core.asking import copies
 from gpuroute.core.report import Report
 from gpuroute.core.speed import PREFILL_PRIOR, UNKNOWN_PRIOR
 
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
 SAMPLE_S: Final = 0.5
 LINGER_S: Final = 1_000.0  # after the window: a call to a hung engine may wait for ever, the simulation does not
-LOSSY: Final = 0.15  # share of asks that go unanswered, as in transports.asking
 
 
 class Agents:
@@ -52,9 +52,10 @@ class Agents:
         return self._reports.loss > 0 and self._random.random() < self._reports.loss
 
     def lost_note(self) -> bool:
-        """Whether a take or tell gets lost: clients say it twice where they notice that asks get lost."""
-        lost = self.lost()
-        return lost and (1 - (1 - self._reports.loss) ** 2 <= LOSSY or self.lost())
+        """Whether a take or tell gets lost, said as often as clients say it where so many asks get lost."""
+        if not self._reports.loss:
+            return False
+        return all(self.lost() for _ in range(copies(1 - (1 - self._reports.loss) ** 2)))
 
     def bid(self, index: int, id_: int, tokens: int, ladder: Sequence[int]) -> Report | None:
         """What comes back for an ask that reaches server `index` now; None: nothing."""

@@ -31,6 +31,7 @@ from gpuroute.core.asking import (
     Garbled,
     TakeBody,
     TellBody,
+    copies,
     encode_ask,
     encode_take,
     encode_tell,
@@ -75,7 +76,6 @@ MUTE_S, MAX_MUTE_S = 0.5, 30.0
 NOT_READY_TOKENS = 1_000_000  # what an engine that takes no calls is charged: dearer than any queue, but not excluded
 AGAIN_S = 0.001
 MOST_AGAIN = 2
-LOSSY = 0.15  # asks that had to be sent again, as a share
 SOURCES = tuple(f"agent:{state.name}" for state in EngineState)
 SCHEME = "engine"  # of an engine that is asked itself: its id, its dialect and its URL follow
 COVERED = 0.95  # a pool with fewer agents is worth a word in the log
@@ -499,9 +499,8 @@ class Asking:
             self._say(encode_tell(body, self.id, _now_ms(), place.engine, 0, self._asker.secret), place)
 
     def _say(self, data: bytes, place: Place) -> None:
-        """Send what nobody answers: twice, where messages get lost. Agents take no message twice."""
-        self._line.send(data, place)
-        if self._asker.loss > LOSSY:
+        """Send what nobody answers: more than once, where messages get lost. Agents take no message twice."""
+        for _ in range(copies(self._asker.loss)):
             self._line.send(data, place)
 
     def _place(self, attempt: Attempt) -> Place | None:
