@@ -45,6 +45,12 @@ def test_a_small_run_with_continuation() -> None:
     assert "the script itself failed" not in told
 
 
+def test_a_small_crowd_is_waited_for_until_an_outage_can_be_judged() -> None:
+    """Twenty calls in a row must end well; eight callers make fewer in the second that a short run had for it."""
+    counts, told = run("--minutes=0.1", "--servers=4", "--callers=4", "--no-etcd", "--only=outage")
+    assert counts["recovery_s"] < 90, told
+
+
 def noted(*notes: Any) -> Notes[Any]:
     kept: Notes[Any] = Notes()
     for note in notes:

@@ -77,7 +77,7 @@ async def _run(args: argparse.Namespace, say: object) -> Verdict:
     from .callers import Crowd
     from .fleet import ChaosFleet
     from .script import Script
-    from .verdict import Verdict
+    from .verdict import STEADY, Verdict
 
     assert callable(say)
     async with AsyncExitStack() as stack:
@@ -93,6 +93,8 @@ async def _run(args: argparse.Namespace, say: object) -> Verdict:
         script = Script(fleet, router, random.Random(args.seed), args.minutes * 60, args.only, say)
         await crowd.start(stack)
         await script.play()
+        if script.outage is not None:
+            await crowd.more(2 * STEADY, within_s=20.0)
         await crowd.stop()
         await fleet.harvest_all()
         return Verdict(crowd, script, fleet, router, continuation=args.continuation, soak=args.soak)

@@ -91,6 +91,12 @@ class Crowd:
         self._tasks = [asyncio.create_task(self._call_on(ways[n % len(ways)], n)) for n in range(self._callers)]
         self._tasks.append(asyncio.create_task(self._watch_lag()))
 
+    async def more(self, calls: int, within_s: float) -> None:
+        """Let so many more calls end: an outage is over when many in a row went well, and a small crowd makes few."""
+        wanted, deadline = len(self.notes) + calls, time.monotonic() + within_s
+        while len(self.notes) < wanted and time.monotonic() < deadline:  # noqa: ASYNC110  (callers are many)
+            await asyncio.sleep(TICK_S)
+
     async def stop(self) -> None:
         """Let running calls end."""
         self._going = False
