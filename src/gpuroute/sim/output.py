@@ -113,4 +113,4 @@ def plot(results: Sequence[Result], path: Path) -> None:
     for axes in (times, loads, shares):
         axes.grid(alpha=0.3)
     times.legend(fontsize=8)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=75)
