@@ -488,7 +488,7 @@ os._exit(status)
 # ------------------------------------------------------------------------------------------ connectivity
 
 
-# grpcio's own thread that polls a subscribed channel says "Channel closed!" if it is closed at that moment, ours or plain.
+# The thread in which grpcio polls a subscribed channel, plain or ours, raises if the channel is closed at that moment.
 @pytest.mark.filterwarnings("ignore:Exception in thread:pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_pool_is_ready_when_one_endpoint_is() -> None:
     with servers(1) as (server,):
