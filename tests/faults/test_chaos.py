@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from gpuroute.cli import chaos
-from gpuroute.cli.chaos.callers import Seen
+from gpuroute.cli.chaos.callers import Crowd, Seen
 from gpuroute.cli.chaos.footprint import Footprints, Sample
 from gpuroute.cli.chaos.notes import Notes
 from gpuroute.cli.chaos.verdict import Verdict
@@ -46,9 +48,21 @@ def test_a_small_run_with_continuation() -> None:
 
 
 def test_a_small_crowd_is_waited_for_until_an_outage_can_be_judged() -> None:
-    """Twenty calls in a row must end well; eight callers make fewer in the second that a short run had for it."""
-    counts, told = run("--minutes=0.1", "--servers=4", "--callers=4", "--no-etcd", "--only=outage")
-    assert counts["recovery_s"] < 90, told
+    """Twenty calls in a row must end well; eight callers make fewer in the second that a short run has for it."""
+    crowd = Crowd(Any, "p", 1, random.Random(1), think_s=1.0)  # type: ignore[arg-type]
+
+    async def scenario() -> int:
+        waiting = asyncio.create_task(crowd.more(3, within_s=60.0))
+        ended = 0
+        while not waiting.done():
+            crowd.notes.add(seen())
+            ended += 1
+            await asyncio.sleep(0.05)
+        return ended
+
+    assert asyncio.run(scenario()) >= 3
+    asyncio.run(crowd.more(3, within_s=0.1))  # and not for ever
+    crowd.close()
 
 
 def noted(*notes: Any) -> Notes[Any]:
