@@ -113,8 +113,7 @@ class Pool:
         if spec == self.spec and rules == self.rules:
             return
         before = self.snapshot
-        self.rules = rules
-        self.spec = spec
+        self.rules, self.spec = rules, spec
         states, cold = self.survivors.adopt(spec.endpoints, now, rules.max_in_flight)
         self.snapshot = Snapshot(
             states,
@@ -146,7 +145,7 @@ class Pool:
             ask.now, ask.mean_tokens = now, self.mean_tokens
         state = None if self.rules.panic_share and self._panics() else self.pick(ask, tried)
         if state is not None and state.silent_since is not None and self.rules.watchdog.suspects(state, now):
-            state = self._unsuspected(state, ask, tried)
+            state = self._unsuspected(state, ask, now, tried)
         while state is not None:
             attempt = state.acquire(now, tries, ask.tokens)
             if attempt is not None:
@@ -155,12 +154,16 @@ class Pool:
             state = self.pick(ask, tried)  # a limit was reached in between: that endpoint is not admitted now
         return self._acquire_in_panic(ask, now, tried, tries) if self.rules.panic == "fail_open" else None
 
-    def _unsuspected(self, state: EndpointState, ask: Ask, tried: Container[EndpointState]) -> EndpointState | None:
+    def _unsuspected(self, first: EndpointState, ask: Ask, now: float, tried: Container[EndpointState]) -> EndpointState:
         """Another one, if there is any, than where calls wait for longer than is usual: silence makes dear at once."""
-        avoided = tried.copy() if isinstance(tried, Tried) else Tried()
-        avoided.add(state)
-        other = self.pick(ask, avoided)
-        return state if other in avoided.states else other
+        avoided, state = tried.copy() if isinstance(tried, Tried) else Tried(), first
+        while self.rules.watchdog.suspects(state, now):
+            avoided.add(state)
+            other = self.pick(ask, avoided)
+            if other is None or other in avoided.states:
+                return first
+            state = other
+        return state
 
     def wake(self, now: float) -> None:
         """Do what has fallen due: for those who look at a pool that has had no call for a while."""
@@ -179,8 +182,7 @@ class Pool:
                 climb(state, now)
             with self.shared.lock:
                 moments = [until for state in self.shared.limited for until in tuple(state.until.values())]
-                moments += [self.outliers.due_at, now + 1.0 if self.shared.ramping else INF]
-                self.shared.wake_at = min(moments)
+                self.shared.wake_at = min(self.outliers.due_at, now + 1.0 if self.shared.ramping else INF, *moments)
 
     def stalled(self, attempt: Attempt, now: float, *, outpaced: bool = False) -> None:
         """An attempt was silent for too long: the second in a row ejects its endpoint, if the cap leaves room.
@@ -210,8 +212,7 @@ class Pool:
         """Seconds until an endpoint takes calls again, if all that could are pausing on request; else 0."""
         if not self.shared.limited:
             return 0.0
-        if now >= self.shared.wake_at:
-            self.tick(now)
+        self.wake(now)
         soonest = INF
         for state in self.snapshot.routable:
             if state.admitted:

@@ -81,7 +81,6 @@ SCHEME = "engine"  # of an engine that is asked itself: its id, its dialect and 
 COVERED = 0.95  # a pool with fewer agents is worth a word in the log
 MAX_PEERS = 20_000
 RESOLVE_S = 60.0
-LOOK_AGAIN_S = 0.0003
 
 
 class Counts:
@@ -200,15 +199,6 @@ class Asker:
         asking.send()
         await line.wait(asking)
         asking.conclude()
-        return asking
-
-    def begin(self, call: Call) -> Asking | None:
-        """Ask without waiting, for drivers that have a way of their own to wait: see `Asking.pending`."""
-        asked = self.worth_asking(call)
-        if not asked:
-            return None
-        asking = Asking(self, call, asked, self._thread_line())
-        asking.send()
         return asking
 
     # ------------------------------------------------------------------------------------------ whom, and whether
@@ -449,20 +439,6 @@ class Asking:
             for state, peer in self._asked.values():
                 if state.id not in self.bids:
                     peer.missed(now)
-
-    def pending(self) -> float:
-        """Seconds after which to look again, 0.0 when the wait is over. For asks that were begun without waiting."""
-        if not self._waits:
-            return 0.0
-        line = self._line
-        assert isinstance(line, ThreadLine)
-        line.drain(line.sockets.values())
-        left = self.step(time.monotonic())
-        if left > 0:
-            return min(LOOK_AGAIN_S, left)
-        self._asker.give_back(line)
-        self.conclude()
-        return 0.0
 
     # ------------------------------------------------------------------------------------------ take and tell
 
