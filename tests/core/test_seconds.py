@@ -8,11 +8,15 @@ import pytest
 from stage import Stage
 
 from gpuroute.core.candidates import Ask
+from gpuroute.core.describe import explain
 from gpuroute.core.endpoint import Endpoint, Gpu
 from gpuroute.core.learning import learn_bid, learn_first_token
-from gpuroute.core.report import MAX_AGE_S, Report, faded, own_work
+from gpuroute.core.outcome import Outcome
+from gpuroute.core.policies import POLICIES
+from gpuroute.core.report import MAX_AGE_S, Queue, Report, faded, own_work
 from gpuroute.core.seconds import Soonest
 from gpuroute.core.sources import MOST
+from gpuroute.core.trust import Trust
 
 LADDER = (11, 12, 13, 14, 15, 16)
 
@@ -129,3 +133,24 @@ def test_an_observation_fades_to_the_mean_from_both_sides() -> None:
     assert 1.0 < faded(5.0, 5.0, 1.0) < 5.0
     assert 0.0 < faded(0.0, 5.0, 1.0) < 1.0
     assert faded(5.0, MAX_AGE_S + 1, 1.0) == 1.0
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_a_clock_that_steps_back_by_hours_ends_no_call(policy: str) -> None:
+    stage = Stage(4, now=100_000.0, policy=policy)
+    states = stage.pool.snapshot.states
+    for state in states:
+        state.report = Report(stage.clock(), 3, 4, 10_000, 0.5)
+        state.trust = Trust()
+        state.trust.learn(0.1, 5.0, stage.clock())
+        state.queue = Queue()
+        state.queue.learn(3.0, stage.clock() - 1)
+        attempt = state.acquire(stage.clock())
+        assert attempt is not None
+        attempt.finish(Outcome.FAILED, stage.clock(), "reset")
+    now = stage.clock() - 50_000.0
+    ask = Ask(None, (7,), 1_000)
+    ask.bids = {states[0].id: Report(now, 1, 1, 100, 0.5, 0)}
+    assert stage.pool.acquire(ask, now) is not None
+    assert explain(stage.pool, ask).winner
+    assert faded(5.0, -1e9, 1.0) == 5.0

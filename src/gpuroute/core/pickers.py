@@ -104,7 +104,7 @@ def queue_depth(state: EndpointState, ask: Ask) -> float:
     load = mean
     if report is not None and ask.now - report.at <= MAX_AGE_S:
         since = report.at
-        load += (report.running + report.waiting - mean) * math.exp((since - ask.now) / COUNTS_FADE_S)
+        load += (report.running + report.waiting - mean) * math.exp(min(0.0, since - ask.now) / COUNTS_FADE_S)
     return (load + sum(attempt.started > since for attempt in tuple(state.in_flight))) * state.inverse_weight
 
 

@@ -61,6 +61,8 @@ def faded(seconds: float, age: float, mean: float) -> float:
     """What an observation of that age says of now: its distance from the mean shrinks; past `MAX_AGE_S` it is absent."""
     if age > MAX_AGE_S or seconds == mean:
         return mean
+    if age <= 0:  # a clock that stepped back makes nothing more than new
+        return seconds
     return mean + (seconds - mean) * math.exp(-age / FADE_S)
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from gpuroute.core.state import EndpointState
 
 INF = math.inf
-BLIND_NEIGHBOUR_S = 0.0002  # per own call in flight: breaks ties
+BLIND_NEIGHBOUR_S = 0.001  # per own call in flight: decodes slow prefill down, and few clients see most of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,7 @@ class SecondsRules:
     ask_rungs: tuple[tuple[int, int], ...] = ((2, 2), (4, 2))
     blind_rungs: tuple[tuple[int, int], ...] = ((2, 1),)
     calm: int = 4
+    placed: int = 4
 
 
 class Soonest:
@@ -124,7 +125,7 @@ class Soonest:
             slower = 1.0 if bid is None else self._slower(bid)
             seconds -= share * DEPTHS[depth - 1] * BLOCK_TOKENS * rate * slower
         if state.last_error_at is not None and state.troubled:
-            seconds += rules.failure_s * math.exp(-(ask.now - state.last_error_at) / rules.failure_fade_s)
+            seconds += rules.failure_s * math.exp(min(0.0, state.last_error_at - ask.now) / rules.failure_fade_s)
         # A ramp or a low weight makes waiting dearer; a home that is cheaper than free stays what it is.
         if seconds > 0:
             seconds *= state.inverse_weight if state.ramp_at is None else dearer(state)

@@ -48,7 +48,7 @@ class Trust:
 
     def lateness(self, now: float) -> float:
         """Seconds expected on top of a promise now."""
-        return self._late * math.exp(-(now - self._at) / FADE_S) if self._late else 0.0
+        return self._late * math.exp(min(0.0, self._at - now) / FADE_S) if self._late else 0.0
 
 
 def learn_usual(speeds: Speeds, promised: float, seconds: float) -> None:
