@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import pytest
 from stage import Stage
 
 from gpuroute.core.candidates import Ask
+from gpuroute.core.pool import Pool
+
+if TYPE_CHECKING:
+    from gpuroute.core.state import EndpointState
 
 
 def silent(stage: Stage, *numbers: int) -> None:
@@ -36,3 +42,21 @@ def test_where_all_are_silent_one_is_taken() -> None:
     stage = Stage(3)
     silent(stage, 0, 1, 2)
     assert stage.pool.acquire(Ask(), stage.clock()) is not None
+
+
+@pytest.mark.parametrize("hung", [200, 199])
+def test_a_whole_silent_fleet_is_not_gone_through_one_by_one(hung: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage(200)
+    silent(stage, *range(hung))
+    picks: list[object] = []
+    pick = Pool.pick
+
+    def counted(pool: Pool, *given: Any) -> EndpointState | None:
+        picks.append(given)
+        return pick(pool, *given)
+
+    monkeypatch.setattr(Pool, "pick", counted)
+    attempt = stage.pool.acquire(Ask(), stage.clock())
+    assert attempt is not None
+    assert len(picks) <= 5
+    assert hung == 200 or attempt.endpoint.id == "gpu-199"

@@ -156,14 +156,14 @@ class Pool:
 
     def _unsuspected(self, first: EndpointState, ask: Ask, now: float, tried: Container[EndpointState]) -> EndpointState:
         """Another one, if there is any, than where calls wait for longer than is usual: silence makes dear at once."""
-        avoided, state = tried.copy() if isinstance(tried, Tried) else Tried(), first
-        while self.rules.watchdog.suspects(state, now):
-            avoided.add(state)
-            other = self.pick(ask, avoided)
-            if other is None or other in avoided.states:
-                return first
-            state = other
-        return state
+        state: EndpointState | None = first
+        avoided, suspects = tried.copy() if isinstance(tried, Tried) else Tried(), self.rules.watchdog.suspects
+        for others in ((), (), (), self.snapshot.routable):  # a few one by one, a whole silent fleet at once
+            avoided.states.update(each for each in (state, *others) if each is not None and suspects(each, now))
+            state = self.pick(ask, avoided)
+            if state is None or state in avoided.states or not suspects(state, now):
+                break
+        return first if state is None or state in avoided.states else state
 
     def wake(self, now: float) -> None:
         """Do what has fallen due: for those who look at a pool that has had no call for a while."""
