@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
 import threading
 from typing import TYPE_CHECKING, Any, Self
@@ -109,7 +110,9 @@ def test_both_layouts_say_the_same() -> None:
 @pytest.mark.parametrize(
     "data",
     [None, 7, "text", [], [1.0], [None, []], ["x", []], [float("nan"), []], [1.0, 7], [1.0, [{}]], [1.0, [[]]],
-     [1.0, [{"type": "BlockStored"}]], [1.0, [["BlockRemoved", [[1]]]]], [1.0, [["BlockRemoved", 7]]]],
+     [1.0, [{"type": "BlockStored"}]], [1.0, [["BlockRemoved", [[1]]]]], [1.0, [["BlockRemoved", 7]]],
+     [1.0, [stored(1, group_idx=[1])]], [1.0, [removed(1, group_idx={"a": 1})]],
+     [1.0, [stored(1) | {"block_size": math.inf}]]],
 )  # fmt: skip
 def test_what_is_no_batch_is_garbled(data: object) -> None:
     with pytest.raises(Garbled):

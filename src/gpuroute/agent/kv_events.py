@@ -63,7 +63,7 @@ def read_batch(data: Any) -> Batch:
     try:
         at, events = float(data[0]), data[1]
         read = tuple(event for raw in events if (event := _event(raw)) is not None)
-    except (TypeError, ValueError, LookupError, AttributeError) as error:
+    except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as error:
         raise Garbled(f"not a batch of KV cache events: {type(error).__name__}") from None
     if not math.isfinite(at):
         raise Garbled("not a batch of KV cache events: its time is no number")
@@ -78,7 +78,7 @@ def _event(raw: Any) -> Stored | Removed | Cleared | None:
         return Cleared()
     if kind not in _FIELDS or raw.get("locality") == "REMOTE":
         return None
-    tier, group = str(raw.get("medium") or "GPU"), raw.get("group_idx") or 0
+    tier, group = str(raw.get("medium") or "GPU"), _hash(raw.get("group_idx") or 0)
     keys = tuple((group, _hash(value)) for value in raw["block_hashes"])
     if kind == "BlockRemoved":
         return Removed(keys, tier)
@@ -97,7 +97,7 @@ _FIELDS = {
 
 def _hash(value: Any) -> int | bytes:
     if not isinstance(value, int | bytes):
-        raise TypeError("a block's hash is a number or bytes")
+        raise TypeError("a block's hash, or group, is a number or bytes")
     return value
 
 
