@@ -12,13 +12,16 @@ import pytest
 
 import gpuroute.grpc
 import gpuroute.httpx2
-from gpuroute import ConfigError, Endpoint, Router
+from gpuroute import ConfigError, Endpoint, Router, pools
 from gpuroute.core.fleet import Fleet, PoolConfig, PoolSpec
 from gpuroute.errors import NoEndpointAvailable
 from gpuroute.testing import FakeRegistry
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from gpuroute.core.describe import PoolView
+    from gpuroute.core.pool import Pool
 
 HTTP = [Endpoint(f"h{n}", f"http://h{n}:8000") for n in range(3)]
 GRPC = [Endpoint(f"g{n}", f"grpc://g{n}:8001") for n in range(2)]
@@ -146,3 +149,23 @@ def test_http_endpoints_are_called_directly_whatever_the_environment_says(
     monkeypatch.delenv("NO_PROXY", raising=False)
     with Router(FakeRegistry({"llm": both[:1]}), trust_env=True) as router, gpuroute.httpx2.Client(router) as client:
         assert client.get("http://llm/models").text == "ok"
+
+
+def test_looking_while_endpoints_change_their_protocol_never_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The registry's thread may turn an HTTP pool into a gRPC one in the middle of a snapshot."""
+    registry, router = make(*HTTP)
+    router.start()
+    described = pools.describe_pool
+    flapped: list[object] = []
+
+    def slow(pool: Pool, now: float) -> PoolView:
+        if not flapped:
+            flapped.append(pool)
+            registry.set({"llm": GRPC, "other": HTTP})
+        return described(pool, now)
+
+    monkeypatch.setattr(pools, "describe_pool", slow)
+    registry.set({"llm": HTTP, "other": GRPC})
+    assert set(router.snapshot().pools) == {"llm", "other"}
+    assert flapped
+    router.close()

@@ -96,9 +96,11 @@ class Pools:
     def views(self, now: float) -> dict[str, PoolView]:
         """What is known of each, for people."""
         return {
-            _part_name(name, protocol, part): self._view(name, protocol, now)
+            (shown := _part_name(name, protocol, part)): replace(
+                describe_pool(pool, now), subset=self.subsets.views.get(shown)
+            )
             for name, part in self._parts.items()
-            for protocol in part
+            for protocol, pool in part.items()
         }
 
     def missing(self, name: str) -> ConfigError | UnknownPool:
@@ -124,10 +126,6 @@ class Pools:
         if model in pools:
             return model  # it has no endpoints now, which the call will say
         raise UnknownPool(_why_unresolved(model, listing, serving))
-
-    def _view(self, name: str, protocol: str, now: float) -> PoolView:
-        subset = self.subsets.views.get(_part_name(name, protocol, self._parts[name]))
-        return replace(describe_pool(self._parts[name][protocol], now), subset=subset)
 
     def _rules(self) -> PoolRules:
         settings = self._settings
