@@ -19,8 +19,10 @@ from gpuroute.agent.desk import Desk
 from gpuroute.config import Settings
 from gpuroute.core.asking import EngineState, Kind, open_message
 from gpuroute.core.endpoint import Endpoint
+from gpuroute.core.fleet import Fleet, PoolSpec
 from gpuroute.core.outcome import Outcome
 from gpuroute.router import Router
+from gpuroute.testing import FakeRegistry
 from gpuroute.transports.asking import SILENT_AFTER, Asker, asker_of
 
 TWO = desks(2)
@@ -438,3 +440,18 @@ def test_names_are_looked_up_beside_the_calls(eventually: object, monkeypatch: p
         wait.set()
         eventually(lambda: all(p.place for p in asker._peers.values()) and asker._peers, "the names are known")
         assert asker.ask(call_of(router)).bids
+
+
+@both
+def test_an_agent_that_cannot_be_costs_nobody_a_call(how: str) -> None:
+    """A registry of one's own may say anything; ours refuses such a record."""
+    made = [Endpoint(f"gpu-{n}", "http://127.0.0.1:1", agent=f"udp://127.0.0.1:1/{n + 70_000}") for n in range(2)]
+    registry = FakeRegistry()
+    registry.set(Fleet({"llm": PoolSpec("llm", tuple(made))}))
+    router = Router(registry, ask_timeout="20ms", asks="on")
+    asker = asker_of(router)
+    assert asker is not None
+    call = router.call("llm", tokens=6_000)
+    assert asked(asker, call, how).bids == {}
+    assert call.next_attempt(router.clock()).state.id in {"gpu-0", "gpu-1"}
+    router.close()

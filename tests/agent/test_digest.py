@@ -343,6 +343,8 @@ def test_garbage_never_ends_a_collector(data: bytes) -> None:
         ("", None),
         ("udp://h", None),
         ("udp://h:99999", None),
+        ("udp://h:1/70000", ("udp", "h", 1, 0)),
+        ("udp://h:1/" + "9" * 5_000, ("udp", "h", 1, 0)),
         ("http://h:1", None),
     ],
 )

@@ -172,6 +172,8 @@ def test_weights_at_the_edges() -> None:
         ({"model": "\ud800"}, ["model"]),
         ({"agent": "udp://h"}, ["agent", "port"]),
         ({"agent": "http://h:1"}, ["agent", "udp://"]),
+        ({"agent": "udp://h:1/65536"}, ["agent", "engine"]),
+        ({"agent": "udp://h:1/" + "9" * 1_900}, ["agent", "engine"]),
         ({"started_at": "now"}, ["started_at"]),
         ({"price": -1}, ["price"]),
     ],

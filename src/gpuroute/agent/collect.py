@@ -29,6 +29,7 @@ from gpuroute.core.asking import (
     open_message,
 )
 from gpuroute.core.digest import Entry
+from gpuroute.core.endpoint import engine_of_agent
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -180,7 +181,7 @@ class Collector:
         try:
             found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_DGRAM)
             self._places[host, port] = Place(found[0][0], found[0][4], time.monotonic() + RESOLVE_S)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
             log.debug("digest: %s cannot be looked up: %s", host, error)
         finally:
             self._looking.discard((host, port))
@@ -253,8 +254,7 @@ def target_of(key: Key, agent: str) -> Target | None:
         return None
     if parts.scheme not in {"udp", "grpc", "grpcs"} or not host or not port:
         return None
-    number = parts.path.strip("/")
-    return Target(key, parts.scheme, host, port, int(number) if number.isdecimal() else 0)
+    return Target(key, parts.scheme, host, port, engine_of_agent(parts.path))
 
 
 def entry_of(bid: BidBody) -> Entry:

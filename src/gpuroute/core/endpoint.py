@@ -19,12 +19,20 @@ if TYPE_CHECKING:
 
 HTTP, GRPC = "http", "grpc"
 PROTOCOLS = (HTTP, GRPC)
+MAX_ENGINE = 0xFFFF  # of one agent: messages have two bytes for it
 GRPC_SCHEMES = ("grpc://", "grpcs://", "unix:")
 
 
 def no_entries() -> Mapping[str, str]:
     """An empty mapping (a plain dict, so that endpoints can be pickled and copied)."""
     return {}
+
+
+def engine_of_agent(path: str) -> int:
+    """Which of an agent's engines the path of its URL means; 0 if it says none that can be."""
+    text = path.strip("/")
+    number = int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 0
+    return number if number <= MAX_ENGINE else 0
 
 
 class State(StrEnum):

@@ -16,7 +16,7 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
-from gpuroute.core.endpoint import Capacity, Endpoint, Gpu, State, Tls
+from gpuroute.core.endpoint import MAX_ENGINE, Capacity, Endpoint, Gpu, State, Tls, engine_of_agent
 from gpuroute.core.fleet import PoolConfig
 from gpuroute.errors import InvalidRecord
 from gpuroute.forms import parse_duration, parse_subset
@@ -157,6 +157,16 @@ def _port(netloc: str) -> int | None:
     return port
 
 
+_AGENT = _url("udp", "grpc", "grpcs", port=True)
+
+
+def _agent(value: Any) -> str:
+    text = str(_AGENT.read(value))
+    engine = urlsplit(text).path.strip("/")
+    _need(not engine.isdecimal() or engine_of_agent(engine) == int(engine[:9]), "names an engine that cannot be")
+    return text
+
+
 def _nested(cls: type[Any], **rows: _Row) -> _Row:
     def read(value: Any) -> Any:
         _typed(value, dict)
@@ -189,7 +199,7 @@ _ENDPOINT: dict[str, _Row] = {
     "started_at": _Row(_number, "a time in epoch seconds"),
     "cold_start_s": _AMOUNT,
     "price": _AMOUNT,
-    "agent": _url("udp", "grpc", "grpcs", port=True),
+    "agent": _Row(_agent, f"{_AGENT.accepts}; a path says which of its engines, 0 to {MAX_ENGINE}"),
     "labels": _Row(_mapping, "an object of texts"),
 }
 _CONFIG: dict[str, _Row] = {

@@ -38,6 +38,7 @@ from gpuroute.core.asking import (
     identity_of,
     read_bid,
 )
+from gpuroute.core.endpoint import engine_of_agent
 from gpuroute.core.learning import learn_bid
 from gpuroute.core.locality import learn_round_trip
 from gpuroute.core.prefix import seed
@@ -513,7 +514,7 @@ def _resolve(peer: Peer) -> None:
     parts = urlsplit(agent)
     if not parts.hostname or not parts.port:
         return
-    host, port, engine = parts.hostname, parts.port, _engine(parts.path)
+    host, port, engine = parts.hostname, parts.port, engine_of_agent(parts.path)
     if parts.scheme != "udp":
         peer.place = Place(RELAY, (parts.scheme, parts.netloc), engine)
         return
@@ -528,7 +529,7 @@ def _resolve(peer: Peer) -> None:
 def _look_up(peer: Peer, host: str, port: int, engine: int) -> None:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    except OSError:
+    except (OSError, UnicodeError):  # the latter: no name that could be one
         return  # stays unknown, or as it was, until the next look
     peer.place = Place(found[0], found[4], engine)
 
@@ -536,8 +537,3 @@ def _look_up(peer: Peer, host: str, port: int, engine: int) -> None:
 def _is_from(place: Place | None, source: Address, engine: int) -> bool:
     """True if a bid came from where it was asked for. What came by gRPC was called for, and has no source."""
     return place is not None and engine == place.engine and (place.family == RELAY or source == place.address)
-
-
-def _engine(path: str) -> int:
-    number = path.strip("/")
-    return int(number) if number.isdigit() else 0
