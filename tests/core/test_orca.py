@@ -9,8 +9,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from stage import Stage
 
+from gpuroute.core.candidates import Ask
 from gpuroute.core.orca import LoadReport, parse_orca, parse_orca_bin
+from gpuroute.core.report import Report
+from gpuroute.transports.piggyback import learn_header
 
 CAPTURES = Path(__file__).parent.parent / "data" / "captures"
 
@@ -88,3 +92,17 @@ def test_nothing_raises(data: bytes) -> None:
     for kind in ("", "TEXT ", "JSON ", "BIN "):
         parse_orca(kind + data.decode("latin-1"))
     parse_orca_bin(data)
+
+
+@pytest.mark.parametrize("value", ["1e308", "1e16", "1e400", "NaN", "-1", '"inf"', "1" + "0" * 400])
+@pytest.mark.parametrize("name", ["num_requests_waiting", "num_requests_running", "queued_tokens", "kv_usage"])
+def test_what_no_server_can_have_waiting_spoils_no_pool(name: str, value: str) -> None:
+    """Means are kept of what is reported: one endpoint's nonsense would meet every call."""
+    stage = Stage(3, policy="auto")
+    first, second, _ = stage.pool.snapshot.states
+    for _ in range(3):
+        learn_header(first, f'JSON {{"num_requests_waiting": 1, "{name}": {value}}}'.encode(), 100.0, stage.clock())
+    ask = Ask(tokens=100)
+    ask.bids = {second.id: Report(stage.clock())}
+    assert stage.pool.acquire(ask, stage.clock()) is not None
+    assert stage.pool.shared.speeds.backlog < 1e6

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 from base64 import b64decode
-from math import isfinite
 from struct import unpack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,6 +25,7 @@ REPORT_HEADER = "endpoint-load-metrics"
 REPORT_TRAILERS = ("endpoint-load-metrics-bin", "x-endpoint-load-metrics-bin")
 
 _MAX_SIZE = 16 * 1024
+MOST = 1e15  # more is no load but nonsense, and would be in the means of a whole pool
 
 
 class LoadReport(NamedTuple):
@@ -77,12 +77,12 @@ def report_of(values: Iterable[tuple[str, object]]) -> LoadReport | None:
 
 
 def as_load(value: object) -> float | None:
-    """`value` as a finite number that is not negative, else None."""
+    """`value` as a number that is not negative and can be a load, else None."""
     try:
         number = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
         return None
-    return number if isfinite(number) and number >= 0 else None
+    return number if 0 <= number <= MOST else None
 
 
 def parse_orca(text: str) -> LoadReport | None:
