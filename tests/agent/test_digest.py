@@ -7,11 +7,13 @@ import gc
 import gzip
 import json
 import os
+import socket
 import threading
 import time
 import urllib.error
 import urllib.request
 import weakref
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self
 
 import httpx2
@@ -28,6 +30,7 @@ from gpuroute.agent.book import Sample
 from gpuroute.agent.collect import Collector, target_of
 from gpuroute.agent.digest import REMEMBERED, Digest
 from gpuroute.agent.digest_server import DigestServer
+from gpuroute.core import digest
 from gpuroute.core.asking import EngineState, Garbled, decode_ask, encode_bid, open_message
 from gpuroute.core.digest import Entry, View, encode, learn_digest, mac_of, tag_of
 from gpuroute.core.endpoint import Endpoint
@@ -35,6 +38,7 @@ from gpuroute.core.fleet import Fleet, PoolSpec
 from gpuroute.core.pool import Pool, PoolRules
 from gpuroute.core.report import Report
 from gpuroute.errors import ConfigError
+from gpuroute.registry import digest as reading
 from gpuroute.registry import static_registry
 from gpuroute.registry.digest import DigestWatch
 from gpuroute.router import Router
@@ -148,6 +152,15 @@ def test_a_delta_to_something_else_is_garbled() -> None:
 
 
 # ------------------------------------------------------------------------------------------ what a pool learns
+
+
+def test_deltas_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digest, "MOST", 3)
+    view = View()
+    view.apply(encode("a", 1, 0, {("p", str(n)): IDLE for n in range(2)}, (), ()), 0.0)
+    with pytest.raises(Garbled, match="too many"):
+        view.apply(encode("a", 2, 1, {("p", f"more-{n}"): IDLE for n in range(2)}, (), ()), 0.0)
+    assert (len(view), view.version) == (2, 1)
 
 
 def pool_of(count: int) -> Pool:
@@ -480,8 +493,6 @@ def test_a_digest_of_another_key_is_not_believed(secret: bytes, eventually: Call
     b"HTTP/1.1 200 OK\r\nGpuroute-Age: 1\r\nContent-Length: 99999999\r\n\r\n{}",
 ])  # fmt: skip
 def test_whatever_is_served_instead_is_trouble_and_never_a_crash(answer: bytes, eventually: Callable[..., None]) -> None:
-    import socket
-
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(0.1)
         stop = threading.Event()
@@ -505,6 +516,28 @@ def test_whatever_is_served_instead_is_trouble_and_never_a_crash(answer: bytes, 
         finally:
             stop.set()
             thread.join()
+
+
+def test_who_drips_is_left_for_the_spare(eventually: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "READ_S", 0.3)
+    stop = threading.Event()
+
+    def drip(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection, suppress(OSError):
+            connection.recv(4_096)
+            connection.sendall(b"HTTP/1.1 200 OK\r\nGpuroute-Age: 1\r\nContent-Length: 9999\r\n\r\n")
+            while not stop.wait(0.05):
+                connection.sendall(b"x")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, AgentThread(desks(1)) as agent:
+        thread = threading.Thread(target=drip, args=(listener,), daemon=True)
+        thread.start()
+        slow = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with Collected(fleet_of(agent.endpoints())) as it, Reader(slow, it.url) as reader:
+            eventually(lambda: reader.heard, "the spare is read")
+        stop.set()
+        thread.join(10)
 
 
 def test_a_router_learns_from_it_without_asking(eventually: Callable[..., None]) -> None:

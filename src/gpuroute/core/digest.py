@@ -34,6 +34,7 @@ PATH = "/digest"
 AGE_HEADER, AUTH_HEADER, TAG_HEADER = "Gpuroute-Age", "Gpuroute-Auth", "Gpuroute-Tag"
 SOURCES = tuple(f"digest:{state.name}" for state in EngineState)
 BACKLOG_STEP = 0.2  # of the way to the mean queue of all, each time
+MOST = 500_000  # endpoints: deltas must not pile up for ever
 NOT_READY_TOKENS = 1_000_000  # what an engine that takes no calls is charged, as with asks
 
 Key = tuple[str, str]
@@ -86,6 +87,8 @@ class View:
         if since and (ident, since) != (self.id, self.version):
             raise Garbled("a delta to something else than what is known")
         entries = {**self._entries, **changed} if since else changed
+        if len(entries) > MOST:
+            raise Garbled("a digest of too many endpoints")
         self._entries = {key: entry for key, entry in entries.items() if key not in gone}
         self.id, self.version = ident, version
         heard: dict[str, dict[str, Report]] = {}

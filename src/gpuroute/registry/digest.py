@@ -32,8 +32,10 @@ log = logging.getLogger("gpuroute")
 
 INTERVAL_S = 0.5
 TIMEOUT_S = 2.0
+READ_S = 5.0  # for a whole body: who drips would else be waited for, and never be in trouble
 MAX_WAIT_S = 5.0
 MAX_BODY = 16 * 1024 * 1024
+CHUNK = 65_536
 MAX_AGE_MS = 3_600_000
 
 
@@ -126,7 +128,7 @@ class DigestWatch:
         path = urlsplit(self.url).path.rstrip("/") + PATH
         connection.request("GET", f"{path}?of={view.id}&since={view.version}", headers=headers)
         answer = connection.getresponse()
-        body = answer.read(MAX_BODY + 1)
+        body = _read(answer, time.monotonic() + READ_S)
         if answer.status not in {200, 304} or len(body) > MAX_BODY:
             said = body[:100].decode("latin-1").strip() if len(body) <= MAX_BODY else "too long"
             raise Garbled(f"status {answer.status}: {said}")
@@ -155,6 +157,19 @@ class DigestWatch:
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
+
+
+def _read(answer: http.client.HTTPResponse, until: float) -> bytes:
+    """The body, or as much of it as shows that it is too long."""
+    parts, size = [], 0
+    while size <= MAX_BODY and (part := answer.read1(CHUNK)):
+        parts.append(part)
+        size += len(part)
+        if time.monotonic() > until:
+            raise TimeoutError(f"the answer took longer than {READ_S:g} s")
+    if size <= MAX_BODY:
+        answer.read()  # nothing more, but it lets the connection go on
+    return b"".join(parts)
 
 
 def _unzipped(body: bytes) -> bytes:
