@@ -22,6 +22,7 @@ from gpuroute.core.endpoint import Endpoint, State
 from gpuroute.core.prefix import Prompt
 from gpuroute.core.wire import encode
 from gpuroute.testing import FakeRegistry
+from gpuroute.transports import grpc_reports
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -420,6 +421,21 @@ def test_load_reports_out_of_band_are_followed_if_asked_for(name: str) -> None:
         ]  # 0.1 s, and the first channel asked for none
         assert router.pool("p").snapshot.states[0].report is None
         assert soon(lambda: not server.service.following), "the stream outlives its channel"
+
+
+def test_a_stream_of_reports_that_never_come_ends_with_the_endpoints_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpc_reports, "AGAIN_S", 0.05)
+    with servers(2) as (mute, other):
+        mute.service.mute = True
+        registry = FakeRegistry({"p": [mute.url]})
+        with gpuroute.Router(registry) as router, gpuroute.grpc.channel(router, "p", load_reports=0.1) as channel:
+            who = channel.unary_unary(method("Who"))
+            assert who(b"") == b"s0"
+            assert soon(lambda: mute.service.following == 1)
+            registry.set({"p": [other.url]})
+            assert who(b"") == b"s1"
+            assert soon(lambda: mute.service.following == 0), "the stream outlives its endpoint"
+            assert soon(lambda: other.service.following == 1)
 
 
 def _called_until(name: str, router: gpuroute.Router, condition: Callable[[], bool]) -> bool:

@@ -49,6 +49,7 @@ class Service:
         self.follows = True
         self.followed: list[bytes] = []  # requests for load reports out of band
         self.following = 0
+        self.mute = False  # follows, and says nothing
 
     def _wait(self, context: grpc.ServicerContext) -> None:
         """Until the test says so, or the call has ended: a thread must not outlive its call."""
@@ -140,7 +141,8 @@ class Service:
         self.following += 1
         try:
             while context.is_active() and not self.release.wait(0.02):
-                yield WAITING
+                if not self.mute:
+                    yield WAITING
         finally:
             self.following -= 1
 

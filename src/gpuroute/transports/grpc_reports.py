@@ -7,6 +7,7 @@ and one connection per endpoint, all in the one loop of `grpc_aside`, and only w
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from gpuroute.core.endpoint import Endpoint
     from gpuroute.core.pool import Pool
     from gpuroute.transports.grpc_hub import Hub
+
+log = logging.getLogger("gpuroute")
 
 METHOD = "/xds.service.orca.v3.OpenRcaService/StreamCoreMetrics"
 AGAIN_S = 5.0
@@ -69,16 +72,23 @@ class Reports:
         self._followed = set()
 
     async def _follow(self, endpoint: Endpoint) -> None:
+        reading = asyncio.ensure_future(self._read_on(endpoint))
         try:
-            while self._pool(endpoint) is not None:
-                try:
-                    await self._read(endpoint)
-                except grpc.RpcError as error:
-                    if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                        await self._until_it_left(endpoint)
-                await asyncio.sleep(AGAIN_S)
-        finally:
+            await self._until_it_left(endpoint)
+        finally:  # by itself a stream ends with its next report, which from a dead host never comes
+            reading.cancel()
             self._followed.discard(endpoint.id)
+
+    async def _read_on(self, endpoint: Endpoint) -> None:
+        while True:
+            try:
+                await self._read(endpoint)
+            except grpc.RpcError as error:
+                if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                    return  # it does not speak this, and is not asked again
+            except (OSError, ValueError) as error:
+                log.debug("no load reports of %s: %s", endpoint.id, error)
+            await asyncio.sleep(AGAIN_S)
 
     async def _read(self, endpoint: Endpoint) -> None:
         async with self._dial(endpoint) as channel:
@@ -86,12 +96,11 @@ class Reports:
                 pool, hub = self._pool(endpoint), self._hub()
                 if pool is None or hub is None:
                     return
-                report = parse_orca_bin(answer)
-                if report is not None:
-                    learn_load(pool.snapshot.by_id[endpoint.id], report, pool.mean_tokens, hub.clock())
+                report, state = parse_orca_bin(answer), pool.snapshot.by_id.get(endpoint.id)
+                if report is not None and state is not None:
+                    learn_load(state, report, pool.mean_tokens, hub.clock())
 
     async def _until_it_left(self, endpoint: Endpoint) -> None:
-        """It does not speak this, and is not asked again."""
         while self._pool(endpoint) is not None:  # noqa: ASYNC110  (nobody could set an event)
             await asyncio.sleep(AGAIN_S)
 
