@@ -169,3 +169,19 @@ def test_looking_while_endpoints_change_their_protocol_never_fails(monkeypatch: 
     assert set(router.snapshot().pools) == {"llm", "other"}
     assert flapped
     router.close()
+
+
+@pytest.mark.parametrize("away", [HTTP, GRPC, []])
+def test_endpoints_whose_protocol_was_gone_come_back_with_what_was_known_of_them(away: list[Endpoint]) -> None:
+    registry, router = make(*HTTP, *GRPC)
+    held = [router.call("llm", protocol=protocol) for protocol in ("http", "grpc")]
+    attempts = [call.next_attempt(router.clock()) for call in held]
+    registry.set({"llm": away})
+    registry.set({"llm": [*HTTP, *GRPC]})
+    for protocol, attempt in zip(("http", "grpc"), attempts, strict=True):
+        state = router.pool("llm", protocol).snapshot.by_id[attempt.endpoint.id]
+        assert attempt in state.in_flight, "the load of this process is still counted"
+    for call in held:
+        call.close(router.clock())
+    assert all(not pool.shared.in_flight for pool in router.pools())
+    router.close()

@@ -40,6 +40,7 @@ class Pools:
         self._settings = settings
         self._random = random
         self._parts: dict[str, dict[str, Pool]] = {}  # by name and protocol
+        self._resting: dict[tuple[str, str], Pool] = {}  # without endpoints of their protocol, which may come back
 
     def adopt(self, fleet: Fleet, now: float) -> None:
         """Become the pools of this view; endpoints that stay keep their state."""
@@ -50,8 +51,12 @@ class Pools:
             # A pool without endpoints remains what it was: their protocol is not known, and they may come back.
             wanted = by_protocol(spec) or dict.fromkeys(before or (HTTP,), spec)
             merged = merge_rules(rules, spec, self._explicit())
+            for protocol in before.keys() - wanted.keys():
+                before[protocol].update(PoolSpec(name), merged, now)
+                self._resting[name, protocol] = before[protocol]
+            known = before | {protocol: self._resting.pop((name, protocol)) for protocol in self._back(name, wanted)}
             parts[name] = {
-                protocol: self._placed(part, _part_name(name, protocol, wanted), merged, before.get(protocol), now)
+                protocol: self._placed(part, _part_name(name, protocol, wanted), merged, known.get(protocol), now)
                 for protocol, part in wanted.items()
             }
         self._parts = parts
@@ -62,6 +67,10 @@ class Pools:
             HTTP: http,
             GRPC: main | {name: part[GRPC] for name, part in parts.items() if GRPC in part},
         }
+
+    def _back(self, name: str, wanted: Mapping[str, PoolSpec]) -> list[str]:
+        """Protocols that this pool had before, lost, and has again."""
+        return [protocol for protocol in wanted if (name, protocol) in self._resting]
 
     def _placed(self, spec: PoolSpec, part: str, rules: PoolRules, pool: Pool | None, now: float) -> Pool:
         """The pool with this spec, or as much of it as this client uses."""
