@@ -170,6 +170,12 @@ def test_a_server_that_cannot_is_left_for_one_that_can(
     assert router.snapshot().pools["p"].signals["retries"] == 1
 
 
+def test_a_load_report_of_odd_characters_ends_no_call(manner: Any, two: list[V2]) -> None:
+    odd = "JSON {\u20ac}".encode().decode("latin-1")
+    two[0].fail_next = two[1].fail_next = [(200, {"endpoint-load-metrics": odd})] * 2
+    assert len(manner.infer(router_to(two), 2)) == 2
+
+
 def test_a_rejection_is_the_callers(manner: Any, two: list[V2]) -> None:
     two[0].fail_next = [(400, {})]
     router = router_to(two[:1], breaker_failures=1)

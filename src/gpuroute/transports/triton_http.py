@@ -128,7 +128,7 @@ class Trip:
         attempt, now = self.attempt, self.router.clock()
         assert attempt is not None
         if load := headers.get(ANSWER.decode()):
-            learn_header(attempt.state, load.encode("latin-1"), self.call.pool.mean_tokens, now)
+            learn_header(attempt.state, load.encode("latin-1", "replace"), self.call.pool.mean_tokens, now)
         pause = parse_retry_after(headers.get("retry-after"), time.time())
         found = judge(attempt.endpoint.engine, status, body, retry_after=pause)
         attempt.first_token(now) if found.outcome is Outcome.SUCCESS else attempt.sent(now)
