@@ -155,6 +155,11 @@ def _parse_registry(text: str) -> str:
 def _parse_url(text: str) -> str:
     if not re.fullmatch(r"https?://[^\s/@]+(/[^\s@]*)?", text.strip()):
         raise ValueError(text)
+    from urllib.parse import urlsplit  # not at the start: few have one
+
+    parts = urlsplit(text.strip())
+    if not parts.hostname or parts.port == 0:  # `port` itself raises for one that is no number
+        raise ValueError(text)
     return text.strip()
 
 
