@@ -9,7 +9,7 @@ import weakref
 from stage import OK, Stage, places
 
 from gpuroute.core.candidates import Ask
-from gpuroute.core.placement import Placements
+from gpuroute.core.placement import OWNERS, Placements
 
 
 def test_a_pool_remembers_placements_from_its_first_call_on() -> None:
@@ -82,3 +82,14 @@ def test_a7_sessions_keep_no_state_at_all() -> None:
         stage.drive(lambda _: OK, ask=Ask(key=session << 50))
     assert len(stage.pool.placements) == 0
     assert stage.residue() == {}
+
+
+def test_the_latest_few_that_were_given_a_prefix_are_known() -> None:
+    memory = Placements()
+    for number in range(2 * OWNERS):
+        memory.remember((1, 10 + number), f"gpu-{number}")
+    memory.remember((1,), "gpu-9")
+    assert list(memory.depths((1, 10))) == ["gpu-0", "gpu-9", *[f"gpu-{n}" for n in range(15, 7, -1) if n != 9]]
+    assert memory.depths((1,)) == dict.fromkeys([f"gpu-{n}" for n in (9, 15, 14, 13, 12, 11, 10, 8)], 0)
+    assert memory.deepest((1, 999)) == memory.owner(1) == "gpu-9"
+    assert memory.depths((999,)) == {}

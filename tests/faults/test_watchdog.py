@@ -217,3 +217,25 @@ def test_who_waits_at_an_endpoint_that_is_found_to_hang_waits_no_longer(
         assert client.post(TEXT, json=ask(stream=False)).status_code == 200
     assert watch.seconds < 2  # and not the 5 s of a whole answer
     assert servers[0].state()["received"] == 1
+
+
+def test_streams_cut_at_a_hung_engine_do_not_teach_the_others_there_to_wait_for_ever(
+    gpus: Callable[..., list[GpuServer]], call: Callable[..., Caller]
+) -> None:
+    """Silence is a sample, so five streams that are given up at once would make hours of silence look usual."""
+    client = call("httpx2-sync", vllm(gpus(2)))
+    pool, now = client.router.pool("llama"), client.router.clock()
+    state, watchdog = pool.snapshot.states[0], pool.rules.watchdog
+    streams = [state.acquire(now) for _ in range(6)]
+    for attempt in streams:
+        assert attempt is not None
+        attempt.first_token(now + 0.05)
+        for piece in range(1, 6):
+            attempt.chunk(now + 0.05 + piece * 0.01)
+    for attempt in streams[:5]:
+        pool.stalled(attempt, now + 5.2)
+        attempt.finish(Outcome.TIMED_OUT, now + 5.2)
+    assert watchdog.gap(streams[5]) == watchdog.gap_floor_s
+    state.stalls = 0.0
+    assert watchdog.gap(streams[5]) > 30, "what they taught, which is for a pool that has become slow"
+    streams[5].finish(Outcome.SUCCESS, now + 6)

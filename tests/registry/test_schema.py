@@ -285,11 +285,17 @@ def test_pool_config() -> None:
         ("fallback_url", "ftp://x"),
         ("fallback_url", "http://u:p@x"),
         ("policy", 5),
+        ("policy", "p3c"),
     ],
 )
 def test_bad_pool_config(field: str, value: object) -> None:
     with pytest.raises(InvalidRecord, match=f"^k: {field} .*accepted: "):
         parse_config({field: value}, key="k")
+
+
+def test_a_policy_that_this_release_does_not_know_names_those_that_it_does() -> None:
+    with pytest.raises(InvalidRecord, match=r"policy .*accepted: random, .*auto"):
+        parse_config({"policy": "newer"}, key="k")
 
 
 WORDS = st.text("abcz-0", min_size=1, max_size=8)

@@ -260,3 +260,15 @@ def test_weights_of_a_fleet_reach_the_registry() -> None:
     result = simulate(row, "random", Random(1).randrange(9))
     assert sum(result.shares[:2]) == pytest.approx(0.75 * sum(result.shares), rel=0.1)
     assert result.extra["calls_A100"] == sum(result.shares) / 4
+
+
+@pytest.mark.parametrize("clients", [1, 8])
+def test_a1_a_shared_system_prompt_costs_auto_nothing_at_a_light_load(clients: int) -> None:
+    """It is soon cached everywhere, so that no endpoint may be preferred for it: two random choices are the measure."""
+    trace = "rate=60,prompt=1500,output=60,groups=1,shared=1024"
+
+    def ttft(policy: str) -> float:
+        world = World(policy, "8xH100", trace, 40.0, warmup=5.0, clients=clients)
+        return float(world.run().row()["ttft_mean"])
+
+    assert ttft("auto") < ttft("p2c")

@@ -12,49 +12,60 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+OWNERS = 8
+
 
 class Placements:
-    """Prefix hash -> endpoint id, at most `2 * capacity` entries. Safe from any thread."""
+    """Prefix hash -> ids of the endpoints that were given it, the latest first; at most `2 * capacity` hashes.
 
-    __slots__ = ("_old", "_young", "capacity")
+    Several, because what everybody's prompts begin with is soon cached in many places: with only the last one known, one
+    endpoint got most of the calls of a light load (a shared system prompt of 1,024 tokens, 8 H100: mean TTFT 101 ms, with
+    eight of them 49 ms, two random choices 58 ms). Safe from any thread.
+    """
+
+    __slots__ = ("_alone", "_old", "_young", "capacity")
 
     def __init__(self, capacity: int = 50_000) -> None:
         self.capacity = capacity
-        self._young: dict[int, str] = {}
-        self._old: dict[int, str] = {}
+        self._young: dict[int, tuple[str, ...]] = {}
+        self._old: dict[int, tuple[str, ...]] = {}
+        self._alone: dict[str, tuple[str]] = {}  # most hashes are one endpoint's: they share its tuple
 
     def remember(self, ladder: Sequence[int], owner: str) -> None:
         """The prompt with these hashes went to `owner`."""
-        young = self._young
+        young, old = self._young, self._old
         for key in ladder:
-            young[key] = owner
+            owners = young.get(key) or old.get(key)
+            if owners is None:
+                young[key] = self._alone.get(owner) or self._alone.setdefault(owner, (owner,))
+            elif owners[0] == owner:
+                young[key] = owners
+            else:
+                young[key] = (owner, *[other for other in owners if other != owner][: OWNERS - 1])
         if len(young) > self.capacity:
             self._old = young
             self._young = {}
+            self._alone = {}
 
     def deepest(self, ladder: Sequence[int]) -> str | None:
         """The endpoint that was last given the longest known prefix of this prompt."""
-        young, old = self._young, self._old
-        for key in reversed(ladder):
-            owner = young.get(key) or old.get(key)
-            if owner is not None:
-                return owner
-        return None
+        return next(iter(self.depths(ladder)), None)
 
     def depths(self, ladder: Sequence[int]) -> dict[str, int]:
-        """By endpoint, the index of the deepest of these hashes that it was the last to be given; the deepest first."""
+        """By endpoint, the index of the deepest of these hashes that it was given; the deepest first, then the latest."""
         young, old = self._young, self._old
         found: dict[str, int] = {}
         for index in range(len(ladder) - 1, -1, -1):
             key = ladder[index]
-            owner = young.get(key) or old.get(key)
-            if owner is not None and owner not in found:
-                found[owner] = index
+            for owner in young.get(key) or old.get(key) or ():
+                if owner not in found:
+                    found[owner] = index
         return found
 
     def owner(self, key: int) -> str | None:
         """The endpoint that was last given a prompt with this prefix."""
-        return self._young.get(key) or self._old.get(key)
+        owners = self._young.get(key) or self._old.get(key)
+        return owners[0] if owners else None
 
     def forget(self, key: int) -> None:
         """Drop one hash, e.g. because the endpoint said that it had nothing cached."""

@@ -38,7 +38,7 @@ SMALL_LOG = math.log(SMALL_S)
 class Sources:
     """Immutable, of one snapshot or a part of it. `asks`: its endpoints have agents."""
 
-    __slots__ = ("_calm", "_few", "_kit", "_ring", "_rungs", "asks", "by_id", "states")
+    __slots__ = ("_calm", "_few", "_kit", "_placed", "_ring", "_rungs", "asks", "by_id", "states")
 
     def __init__(self, kit: Kit, rules: SecondsRules, ring: Ring | None, *, asks: bool) -> None:
         self._kit = kit
@@ -49,6 +49,7 @@ class Sources:
         self.asks = asks
         self._rungs = rules.ask_rungs if asks else rules.blind_rungs
         self._calm = 0 if asks else rules.calm
+        self._placed = 1 if asks else rules.placed
 
     def draw(self, ask: Ask) -> dict[EndpointState, str]:
         """Candidates, and why each is one; the first reason counts."""
@@ -56,9 +57,9 @@ class Sources:
         by_id, ring, asks = self._kit.by_id, self._ring, self.asks
         known = ring is not None and (ask.key is not None or bool(ask.ladder))
         if ring is not None and known:
-            last = self._recall(ask)
-            if last in by_id:
-                found[by_id[last]] = "placed before"
+            self._recall(ask)
+            for owner in islice(filter(by_id.__contains__, ask.placed), self._placed):
+                found[by_id[owner]] = "placed before"
             for key, count in self._home_keys(ask):
                 for owner in self._homes(ring, key, count):
                     found.setdefault(by_id[owner], HOME)
@@ -96,17 +97,15 @@ class Sources:
             return ((ladder[min(deepest, rung)], count),)
         return {ladder[min(deepest, rung)]: count for rung, count in self._rungs}.items()
 
-    def _recall(self, ask: Ask) -> str | None:
-        """Put into the ask what this process has placed of its prompt, and where; returns its last placement."""
+    def _recall(self, ask: Ask) -> None:
+        """Put into the ask what this process has placed of its prompt, and where; the best place first."""
         placements = self._kit.placements
         depths = placements.depths(ask.ladder)
         placed = {owner: min(DEPTHS[index] * BLOCK_TOKENS, ask.tokens) for owner, index in depths.items()}
-        last = next(iter(placed), None)
         if ask.key is not None and (owner := placements.owner(ask.key)) is not None:
-            placed[owner] = prompt_tokens(ask) * 3 // 4  # a session's prompt is its last one and a new turn
-            last = owner
+            # A session's prompt is its last one and a new turn.
+            placed = {owner: prompt_tokens(ask) * 3 // 4} | {it: tokens for it, tokens in placed.items() if it != owner}
         ask.placed = placed
-        return last
 
 
 def home_key(ask: Ask) -> int | None:

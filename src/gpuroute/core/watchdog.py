@@ -85,6 +85,8 @@ class WatchdogRules:
         """Seconds of silence within a stream after which it is called stalled; infinite: never."""
         if not self.enabled:
             return INF
+        if attempt.state.stalls >= self.eject_after:  # it hangs, and streams cut for that have taught long silences
+            return self.gap_floor_s
         return max(self.gap_floor_s, _high(attempt.state, "gap", self.gap_spreads))
 
 

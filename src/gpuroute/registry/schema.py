@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 from gpuroute.core.endpoint import MAX_ENGINE, Capacity, Endpoint, Gpu, State, Tls, engine_of_agent
 from gpuroute.core.fleet import PoolConfig
+from gpuroute.core.policies import POLICIES
 from gpuroute.errors import InvalidRecord
 from gpuroute.forms import parse_duration, parse_subset
 
@@ -98,6 +99,11 @@ def _seconds(value: Any) -> float:
 
 def _price(value: Any) -> float:
     return parse_duration(value) if isinstance(value, str) else _number(value)
+
+
+def _policy(value: Any) -> str:
+    _need(_text(value) in POLICIES, "is none that this release knows")
+    return str(value)
 
 
 def _subset(value: Any) -> str | int:
@@ -203,7 +209,7 @@ _ENDPOINT: dict[str, _Row] = {
     "labels": _Row(_mapping, "an object of texts"),
 }
 _CONFIG: dict[str, _Row] = {
-    "policy": _TEXT,
+    "policy": _Row(_policy, ", ".join(POLICIES)),
     "timeout": _Row(_seconds, 'seconds above 0, or a duration such as "250ms", "2s", "1m"'),
     "attempts": _COUNT,
     "max_in_flight": _COUNT,
