@@ -12,7 +12,9 @@ from gpuroute.core.breaker import BreakerRules, BreakerState
 from gpuroute.core.candidates import Ask
 from gpuroute.core.endpoint import Capacity, State
 from gpuroute.core.outcome import Outcome
-from gpuroute.core.ramp import RAMP_CALLS, RAMP_S
+from gpuroute.core.policies import POLICIES
+from gpuroute.core.predictive import Model, cohort_of
+from gpuroute.core.ramp import RAMP_CALLS, RAMP_S, join
 
 
 def test_e9_a_flapping_key_keeps_load_breaker_and_affinity() -> None:
@@ -192,3 +194,22 @@ def test_a_limit_that_the_registry_lifts_is_lifted() -> None:
     stage.update((replace(endpoint, capacity=Capacity()),))
     assert places(stage.drive(lambda _: OK)) == ["a"]
     assert stage.state("a").breaker.state is BreakerState.CLOSED
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("half", [False, True])
+def test_a_pick_that_meets_an_update_of_weights_halfway_goes_on(policy: str, half: bool) -> None:
+    """Endpoints have their new weight before the new view is there; their inverse weight comes a moment later."""
+    stage = Stage({f"gpu-{n}": 1.0 for n in range(4)}, policy=policy)
+    shared = stage.pool.shared
+    shared.speeds.usual_latency = 0.0
+    for state in stage.pool.snapshot.states:
+        join(state, stage.clock())
+        shared.speeds.models[cohort_of(state)] = Model()
+        drained = replace(state.endpoint, weight=0.0)
+        if half:
+            state.endpoint = drained
+        else:
+            state.adopt(drained)
+    for number in range(50):
+        stage.pool.pick(Ask(None, (number,), 100))

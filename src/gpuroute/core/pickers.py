@@ -95,7 +95,7 @@ def peak_ewma(state: EndpointState, ask: Ask) -> float:  # noqa: ARG001
     cost = state.latency + state.latency_at / LATENCY_FADE_S + math.log(len(state.in_flight) + 1)
     if state.ramp_at is None or state.ramp_from:  # who has recovered is dear enough by what its failure cost
         return cost
-    return cost + math.log(state.inverse_weight * state.endpoint.weight)
+    return cost + math.log(max(1.0, state.inverse_weight * state.endpoint.weight))
 
 
 def queue_depth(state: EndpointState, ask: Ask) -> float:

@@ -99,7 +99,8 @@ class Predictive(Soonest):
         model = state.pool.speeds.models.get(cohort_of(state))
         if model is None:
             return seconds
-        return seconds + model.correction(self.features(state, ask)) / state.endpoint.weight
+        weight = state.endpoint.weight or 1.0  # 0: another thread drains it just now
+        return seconds + model.correction(self.features(state, ask)) / weight
 
     def promised(self, attempt: Attempt, ask: Ask) -> tuple[float, float | None]:
         """Also notes what was known when the call was placed: its first token is a lesson."""
