@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from gpuroute.agent import kv_feed
 from gpuroute.agent.desk import Desk
-from gpuroute.agent.kv_events import Batch, Blocks, Cleared, Garbled, Removed, Stored, read_batch
+from gpuroute.agent.kv_events import MAX_TIERS, Batch, Blocks, Cleared, Garbled, Removed, Stored, read_batch
 from gpuroute.agent.kv_feed import END, Feed, FeedState, Source
 from gpuroute.testing import GpuServer
 
@@ -235,6 +235,14 @@ def test_what_is_still_in_another_tier_is_not_gone() -> None:
     assert bench.matched() == 1_024
     bench.hear(removed(*blocks, medium="CPU"))
     assert bench.matched() == 0
+
+
+def test_tiers_without_end_are_not_kept() -> None:
+    blocks = Blocks()
+    for number in range(100):
+        blocks.apply(read_batch([1.0, [stored(number, medium=f"tier-{number}"), stored(number + 1_000)]]), 1.0)
+    assert len(blocks) == 100, "those of the GPU are"
+    assert len(blocks._tiers) <= MAX_TIERS
 
 
 def test_windows_and_states_that_are_used_up_are_not_forgetting() -> None:

@@ -22,6 +22,7 @@ STRAYS = 3
 
 LOOK_BACK = 16
 MAX_BLOCKS = 4_000_000
+MAX_TIERS = 8
 _ALL_LAYERS = ("full", "mla", "sink", "unknown")
 """Kinds of cache whose blocks leave by age; blocks of the others (sliding windows, state) leave as they are used up."""
 
@@ -136,7 +137,7 @@ class Blocks:
     def _store(self, event: Stored, at: float) -> None:
         self.stored += len(event.keys)
         self.block_size = event.block_size or self.block_size
-        if event.counts:
+        if event.counts and (event.tier in self._tiers or len(self._tiers) < MAX_TIERS):
             tier = self._tiers.setdefault(event.tier, {})
             if len(tier) < MAX_BLOCKS:
                 tier.update(dict.fromkeys(event.keys, at))
