@@ -455,3 +455,16 @@ def test_an_agent_that_cannot_be_costs_nobody_a_call(how: str) -> None:
     assert asked(asker, call, how).bids == {}
     assert call.next_attempt(router.clock()).state.id in {"gpu-0", "gpu-1"}
     router.close()
+
+
+def test_two_protocols_of_one_pool_are_looked_through_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = [Endpoint(f"{scheme}-{n}", f"{scheme}://127.0.0.1:1") for scheme in ("http", "grpc") for n in range(3)]
+    with Router(endpoints={"llm": made}) as router:
+        router.start()
+        asker = asker_of(router)
+        assert asker is not None
+        seen: list[Endpoint] = []
+        monkeypatch.setattr(asker, "_agent", lambda endpoint: seen.append(endpoint) or "")
+        for _ in range(5):
+            assert not any(asker.covers(router.pool("llm", protocol)) for protocol in ("http", "grpc"))
+        assert len(seen) == len(made)

@@ -146,7 +146,7 @@ class Asker:
         self._always = settings.asks == "on"
         self._hashes = settings.ask_hashes
         self._tenant = seed(f"tenant/{settings.tenant}") if settings.tenant else 0
-        self._pools: dict[str, tuple[Snapshot, bool]] = {}
+        self._pools: dict[int, tuple[Snapshot, bool]] = {}  # by id: two protocols may be two pools of one name
         self._files = settings.agent_ca, settings.agent_cert, settings.agent_cert_key
         self._channels: Channels | None = None
         self._engines = settings.asks == "engines"
@@ -226,12 +226,12 @@ class Asker:
     def covers(self, pool: Pool) -> bool:
         """True if any endpoint of the pool has an agent: else there is nothing to do here."""
         snapshot = pool.snapshot
-        known = self._pools.get(pool.name)
+        known = self._pools.get(id(pool))
         if known is None or known[0] is not snapshot:
             count, size = sum(bool(self._agent(s.endpoint)) for s in snapshot.routable), len(snapshot.routable)
             if count and count < COVERED * size and (known is None or not known[1]):
                 log.info("pool %s: %d of %d endpoints have an agent, the others are guessed at", pool.name, count, size)
-            known = self._pools[pool.name] = (snapshot, count > 0)
+            known = self._pools[id(pool)] = (snapshot, count > 0)
         return known[1]
 
     def peer(self, state: EndpointState, now: float) -> Peer | None:
