@@ -286,6 +286,9 @@ def test_pool_config() -> None:
         ("fallback_url", "http://u:p@x"),
         ("policy", 5),
         ("policy", "p3c"),
+        ("ask_hashes", "false"),
+        ("hedge", "true"),
+        ("watchdog", 1),
     ],
 )
 def test_bad_pool_config(field: str, value: object) -> None:

@@ -208,6 +208,7 @@ _ENDPOINT: dict[str, _Row] = {
     "agent": _Row(_agent, f"{_AGENT.accepts}; a path says which of its engines, 0 to {MAX_ENGINE}"),
     "labels": _Row(_mapping, "an object of texts"),
 }
+FLAGS = frozenset({"hedge", "reroute", "continuation", "watchdog", "ask_hashes"})  # options that are on or off
 _CONFIG: dict[str, _Row] = {
     "policy": _Row(_policy, ", ".join(POLICIES)),
     "timeout": _Row(_seconds, 'seconds above 0, or a duration such as "250ms", "2s", "1m"'),
@@ -270,6 +271,9 @@ def parse_config(record: object, *, key: str) -> PoolConfig:
     """The pool settings that a record states; other fields become its `options`. Raises InvalidRecord."""
     record = _object(record, key)
     options = {name: value for name, value in record.items() if name not in _CONFIG}
+    for name in FLAGS & options.keys():
+        if isinstance(options[name], str | int | float) and not isinstance(options[name], bool):
+            raise InvalidRecord(f"{key}: {name} is {_kind(options[name])}; accepted: true or false")
     return PoolConfig(**dict(_values(_CONFIG, record, key)), options=options)
 
 

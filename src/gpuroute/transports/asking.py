@@ -267,7 +267,8 @@ class Asker:
     def hashes(self, call: Call) -> tuple[int, ...]:
         """The hashes of the call's prompt that its agents may see: none unless the pool, or this process, opts in."""
         ladder = call.ask.ladder
-        if not ladder or not call.pool.spec.config.options.get("ask_hashes", self._hashes):
+        stated = call.pool.spec.config.options.get("ask_hashes")
+        if not ladder or not (stated if isinstance(stated, bool) else self._hashes):
             return ()
         return tuple(rung ^ self._tenant for rung in ladder)
 
