@@ -40,7 +40,8 @@ class SecondsRules:
 
     `alpha` is 2 at a mean backlog of `alpha_tokens`. Blind = without a bid. `kv_slope`: by how much prefill is slower
     beside the decodes of a full KV cache; where KV use is not known, `running_slope` is that per running sequence.
-    Rungs: which hashes of the ladder have homes, and how many. `failure_s` fades over `failure_fade_s`.
+    Rungs: which hashes of the ladder have homes, and how many. `calm`, `placed`: at most so many blind candidates that
+    were calm lately, and that were given the prefix before. `failure_s` fades over `failure_fade_s`.
     """
 
     alpha_max: float = 30.0
@@ -62,7 +63,7 @@ class SecondsRules:
 
 
 class Soonest:
-    """The policies `auto` (homes of the prefix, own last placement, two random) and `predictive` (two random)."""
+    """The policy `auto`, and what `predictive` corrects (without homes). Immutable, of one snapshot; any thread."""
 
     ring: Ring | None = None
 
@@ -76,7 +77,7 @@ class Soonest:
 
     def candidates(self, ask: Ask) -> Sequence[EndpointState]:
         """A handful, drawn once per call. With agents at most six: last placement, homes of 1,024 and of 4,096 tokens
-        (two each), random ones. Without: last placement, one home, four that were calm lately, two random."""
+        (two each), random ones. Without: the four best placements, one home, four that were calm lately, two random."""
         return tuple(self._drawn(ask))
 
     def pick(self, ask: Ask, tried: Container[EndpointState] = ()) -> EndpointState | None:
