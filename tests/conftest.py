@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import time
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 # How long an example takes, or its generation, is the machine's business: no property of the code.
-settings.register_profile("gpuroute", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# CI tries the same examples each time, so that it judges the change; developers' runs look for new ones.
+settings.register_profile(
+    "gpuroute",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    derandomize="CI" in os.environ,
+    database=None if "CI" in os.environ else settings.default.database,
+)
 settings.load_profile("gpuroute")
 
 
@@ -23,6 +31,13 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests see only the GPUROUTE_* variables that they set."""
     for name in [name for name in os.environ if name.startswith("GPUROUTE_")]:
         monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True)
+def repeatable_chance(request: pytest.FixtureRequest) -> None:
+    """In CI each test draws the same numbers in every run."""
+    if "CI" in os.environ:
+        random.seed(request.node.nodeid)
 
 
 @pytest.fixture(autouse=True)

@@ -143,9 +143,11 @@ def test_errors_are_the_servers_own(servers: list[Peer]) -> None:
 
 def test_equal_prompts_meet_at_one_server(servers: list[Peer]) -> None:
     routed = attached(router_to(servers, policy="prefix"))
-    homes = [{server_of(routed.infer("echo", text(b"%d " % n * 900))) for _ in range(4)} for n in range(8)]
+    homes = [{server_of(routed.infer("echo", text(b"%d " % n * 900))) for _ in range(4)} for n in range(4)]
     assert all(len(home) == 1 for home in homes)
-    assert len(set.union(*homes)) == 2
+    # Homes follow from the ports, which the system chooses: four of four prompts may well live at one server, 64 do not.
+    more = (server_of(routed.infer("echo", text(b"%d " % n * 900))) for n in range(4, 64))
+    assert any({answer} != homes[0] for answer in more)
     routed.close()
 
 
