@@ -190,9 +190,12 @@ class _Streamed(_Routed):
             flight.reads()
             try:
                 async for message in inner:
-                    flight.delivered()
+                    if not flight.delivered(inner):
+                        break
                     yield message
                     flight.reads()
+                else:
+                    return
             except AioRpcError as error:
                 if flight.last(inner, error):
                     raise
@@ -202,8 +205,6 @@ class _Streamed(_Routed):
             except Exception:
                 flight.broke(inner)
                 raise
-            else:
-                return
 
     async def read(self) -> Any:
         """The next message, or grpc.aio.EOF."""
@@ -220,9 +221,8 @@ class _Streamed(_Routed):
                 if not flight.replaced(inner):
                     raise
             else:
-                if message is not grpc.aio.EOF:
-                    flight.delivered()
-                return message
+                if message is grpc.aio.EOF or flight.delivered(inner):
+                    return message
 
 
 class _Writable(_Routed):

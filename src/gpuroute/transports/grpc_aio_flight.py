@@ -165,7 +165,7 @@ class Flight:
 
     def _hedge(self, inner: Any) -> None:
         """Begin a second attempt, if the first is still at it."""
-        if self.over or self.inner is not inner or self.twin is not None or self.rpc is None:
+        if self.over or self.inner is not inner or self.twin is not None or self.rpc is None or inner.done():
             return
         other = self.rpc.second()
         if other is not None and other.peer is not None:
@@ -300,16 +300,19 @@ class Flight:
         if self.rpc is not None:
             self.reading_since = self.rpc.hub.clock()
 
-    def delivered(self) -> None:
-        """A message reached the reader: there is no retry from here on."""
+    def delivered(self, inner: Any) -> bool:
+        """A message is about to be handed out: there is no retry from here on. False if there was one already."""
+        if self.inner is not inner and not self.messages:
+            return False
         self.reading_since = None
         self.messages += 1
         if self.rpc is None:
-            return
+            return True
         if self.messages == 1:
             self.rpc.first()
         else:
             self.rpc.chunk()
+        return True
 
     def broke(self, inner: Any) -> None:
         """Something that is no RPC error came out of the present attempt: an interceptor's, a deserializer's."""

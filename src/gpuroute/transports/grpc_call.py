@@ -43,8 +43,8 @@ class RoutedCall(grpc.Call, grpc.Future):  # type: ignore[type-arg]
                 if flight.last(inner):
                     raise
             else:
-                flight.delivered()
-                return message
+                if flight.delivered(inner):
+                    return message
 
     def next(self) -> Any:
         """The next response message."""
@@ -97,8 +97,7 @@ class RoutedCall(grpc.Call, grpc.Future):  # type: ignore[type-arg]
         while True:
             inner = flight.current()
             metadata = inner.initial_metadata()
-            if not inner.done():
-                flight.headers_shown()
+            if not inner.done() and flight.headers_shown(inner):
                 return metadata
             if flight.last(inner):
                 return metadata

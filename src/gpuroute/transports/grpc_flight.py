@@ -130,7 +130,7 @@ class Flight:
     def _hedge(self, inner: Any) -> None:
         """Begin a second attempt, if the first is still at it."""
         with self._changed:
-            if self.over or self.inner is not inner or self.twin is not None or self._cancelled:
+            if self.over or self.inner is not inner or self.twin is not None or self._cancelled or inner.done():
                 return
             other = self.rpc.second()
             if other is None or other.peer is None:
@@ -263,15 +263,28 @@ class Flight:
             self._callbacks.append(callback)
             return True
 
-    def delivered(self) -> None:
-        """A message reached the reader: there is no retry from here on."""
-        self.reading_since = None
-        self.messages += 1
-        if self.messages == 1:
-            self.rpc.first()
-        else:
-            self.rpc.chunk()
+    def delivered(self, inner: Any) -> bool:
+        """A message is about to be handed out: there is no retry from here on. False if there was one already.
 
-    def headers_shown(self) -> None:
-        """The caller has seen an attempt's initial metadata: no other attempt may contradict them."""
-        self.rpc.call.replayable = False
+        grpcio's event thread may have heard of the attempt's failure while the reader was waking up with its first
+        message; the call then began anew elsewhere, and that message is not the caller's any more.
+        """
+        self.reading_since = None
+        if self.messages:
+            self.messages += 1
+            self.rpc.chunk()
+            return True
+        with self._changed:
+            if self.inner is not inner:
+                return False
+            self.messages = 1
+            self.rpc.first()
+        return True
+
+    def headers_shown(self, inner: Any) -> bool:
+        """The caller sees an attempt's initial metadata: no other attempt may contradict them. False if one does."""
+        with self._changed:
+            if self.inner is not inner:
+                return False
+            self.rpc.call.replayable = False
+        return True
