@@ -300,16 +300,7 @@ class Router:
             raise ConfigError(f"call: need timeout >= 0 seconds and attempts >= 1, got {timeout} and {attempts}")
         found = self.pool(pool, protocol)
         ask = self._ask(found, key, ladder, tokens)
-        if ask.key is None and not ladder:
-            found.shared.signals.keyless += 1
-        return Call(
-            found,
-            self.clock(),
-            ask=ask,
-            timeout=found.rules.timeout if timeout is None else timeout,
-            attempts=attempts,
-            replayable=replayable,
-        )
+        return Call(found, self.clock(), ask=ask, timeout=timeout, attempts=attempts, replayable=replayable)
 
     def _ask(self, pool: Pool, key: str | None, ladder: Sequence[int], tokens: int) -> Ask:
         # A blank key is no key: all who send one would share one home.
@@ -442,6 +433,7 @@ class Router:
         """
         with self._lock:
             self._closed = True
+            self.version += 1  # who keeps what it looked up must look again
             subscription, self._subscription = self._subscription, None
             seat, self._seat = self._seat, None
             digest, self._digest = self._digest, None

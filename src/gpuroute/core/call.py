@@ -38,7 +38,7 @@ SUCCESS = Outcome.SUCCESS
 
 
 class Call:
-    """Owned by one task or thread. Times are monotonic seconds."""
+    """Owned by one task or thread. Times are monotonic seconds. Without a `timeout` the pool's own holds."""
 
     __slots__ = (
         "ask",
@@ -68,7 +68,8 @@ class Call:
         self.pool = pool
         self.ask = ask or Ask()
         self.started = now
-        self.deadline = INF if timeout is None else now + timeout
+        limit = pool.rules.timeout if timeout is None else timeout
+        self.deadline = INF if limit is None else now + limit
         self.attempts = pool.rules.retry.attempts if attempts is None else attempts
         self.replayable = replayable
         self.hedging = pool.rules.hedge
@@ -77,6 +78,7 @@ class Call:
         self.not_before = now
         self.unanswered = 0
         pool.shared.signals.calls += 1
+        pool.shared.signals.keyless += self.ask.key is None and not self.ask.ladder
         self.work = pool.work(self.ask.tokens)
         pool.late *= 0.98
         pool.arrivals.add(now, self.work)

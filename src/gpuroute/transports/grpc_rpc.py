@@ -77,13 +77,10 @@ class Rpc:
         if metadata:
             asked, metadata = split_metadata(metadata)
         said = timeout is not None or asked.timeout is not None
-        if asked is not NO_OPTIONS or (hub.reads and request) or hub.router.closed:
+        if asked is not NO_OPTIONS or (hub.reads and request):
             call = hub.call_with(asked, method, request, timeout)
         else:
-            pool.shared.signals.keyless += 1
-            if timeout is None:
-                timeout = pool.rules.timeout
-            elif timeout < 0:
+            if timeout is not None and timeout < 0:
                 timeout = 0.0  # grpcio takes it, and says DEADLINE_EXCEEDED
             call = Call(pool, hub.clock(), timeout=timeout, replayable=hub.replay and request is not None)
         if peers.version != hub.version or call.started >= peers.sweep_at:
