@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
     from gpuroute.testing import GpuProcess
 
+pytestmark = pytest.mark.real_time
+
 COMMAND = [sys.executable, "-m", "gpuroute", "demo", "--calls", "40"]
 
 

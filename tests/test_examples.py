@@ -15,6 +15,8 @@ from gpuroute.testing import GpuServer
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+pytestmark = pytest.mark.real_time
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 WHAT_IT_SAYS = {
     "openai_client": ("whole: ", "stream: ", "served by "),

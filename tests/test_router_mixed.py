@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from gpuroute.core.describe import PoolView
     from gpuroute.core.pool import Pool
 
+pytestmark = pytest.mark.real_time
+
 HTTP = [Endpoint(f"h{n}", f"http://h{n}:8000") for n in range(3)]
 GRPC = [Endpoint(f"g{n}", f"grpc://g{n}:8001") for n in range(2)]
 

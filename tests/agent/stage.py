@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import threading
 from typing import TYPE_CHECKING, Any, Self
 
@@ -78,10 +77,3 @@ def router_of(endpoints: Sequence[Endpoint], **settings: Any) -> tuple[Router, A
 
 def call_of(router: Router, tokens: int = 5_000, ladder: tuple[int, ...] = ()) -> Call:
     return router.call("p", tokens=tokens, ladder=ladder)
-
-
-def closed_port() -> int:
-    """A UDP port on which nobody listens."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])

@@ -10,7 +10,8 @@ import grpc
 import pytest
 import trustme
 from agent.process import AgentProcess
-from agent.stage import call_of, closed_port, desks, router_of
+from agent.stage import call_of, desks, router_of
+from ports import own_port
 
 from gpuroute.agent.answers import Answers
 from gpuroute.agent.grpc_server import Listening, serve
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from gpuroute.agent.desk import Desk
+
+pytestmark = pytest.mark.real_time
 
 
 class GrpcAgent:
@@ -105,7 +108,7 @@ def test_both_transports_serve_one_call(eventually: Callable[..., None]) -> None
         (line,) = asker._lines
 
         def all_here() -> bool:
-            line.drain(line.sockets.values())
+            line.drain()
             return set(asking.bids) == {"gpu-0", "gpu-1"}
 
         eventually(all_here, "both have answered")
@@ -166,7 +169,7 @@ def test_the_command_serves_and_registers_grpc(
         eventually(lambda: process.state() == "ready", "the engine is ready")
         agent = process.lines["agent"].replace("127.0.0.1", "localhost")
         assert agent.startswith("grpcs://localhost:")
-        other = Endpoint("other", server.url, agent=f"udp://127.0.0.1:{closed_port()}")
+        other = Endpoint("other", server.url, agent=f"udp://127.0.0.1:{own_port()}")
         router, asker = router_of([Endpoint("gpu-0", server.url, agent=agent), other], **KEYED, agent_ca=pem["ca"])
         assert set(asker.ask(call_of(router)).bids) == {"gpu-0"}
 

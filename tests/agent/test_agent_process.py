@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import httpx2
 import pytest
 from agent.process import KEY, AgentProcess, Eyes
+from ports import own_port
 from registry.etcd_server import EtcdCluster
 
 import gpuroute.httpx2
@@ -27,6 +28,8 @@ from gpuroute.transports.asking import asker_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+pytestmark = pytest.mark.real_time
 
 
 @pytest.fixture
@@ -92,7 +95,7 @@ def test_the_life_of_a_record(etcd: EtcdCluster, eventually: Callable[..., None]
     eyes = Eyes(f"{etcd.url}/life")
     gate = tmp_path / "gate"
     command = f"while [ ! -e {gate} ]; do sleep 0.05; done"
-    first = GpuServer.spawn(time_scale=0.02)
+    first = GpuServer.spawn(time_scale=0.02, port=own_port())
     options = ["--registry", f"{etcd.url}/life", "--pool", "p", "--ttl", "2", "--warmup-command", command]
     with first, AgentProcess("--url", first.url, "--id", "gpu-0", "--zone", "z", *options) as agent:
         eventually(lambda: eyes.state("gpu-0") == "warming", "it is registered before it is warm")

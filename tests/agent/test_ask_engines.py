@@ -17,6 +17,8 @@ from gpuroute.transports import ask_engines
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+pytestmark = pytest.mark.real_time
+
 ENGINES = {"asks": "engines", "ask_timeout": "5s"}
 
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import grpc
 import pytest
-from agent.stage import KEY, AgentThread, closed_port, desks
+from agent.stage import KEY, AgentThread, desks
+from ports import own_port
 
 import gpuroute.grpc
 import gpuroute.grpc.aio
@@ -19,6 +20,8 @@ from gpuroute.transports.asking import asker_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+pytestmark = pytest.mark.real_time
 
 
 class Echo(grpc.GenericRpcHandler):
@@ -86,6 +89,6 @@ def test_the_busy_one_is_avoided_and_silence_does_not_hurt(server_url: str) -> N
             for _ in range(5):
                 channel.unary_unary("/x/one")(b"hello", timeout=10)
         assert agent.desks[0].takes == 0
-    agent.port = closed_port()
+    agent.port = own_port()
     with gpuroute.grpc.channel(router_for(agent, server_url, ask_timeout="5ms"), "p") as channel:
         assert channel.unary_unary("/x/one")(b"hello", timeout=10) == b"hello"

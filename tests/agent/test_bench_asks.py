@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+
+import pytest
 
 from gpuroute.cli import main
 from gpuroute.cli.bench_live import BLOCK_TOKENS, prompt_of
 from gpuroute.sim.traces import Request
 from gpuroute.testing.text import block_hashes, count_tokens
 
-if TYPE_CHECKING:
-    import pytest
+pytestmark = pytest.mark.real_time
 
 
 def test_bench_ask(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

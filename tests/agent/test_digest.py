@@ -21,10 +21,11 @@ import pytest
 import trustme
 from agent.process import KEY as PROCESS_KEY
 from agent.process import AgentProcess
-from agent.stage import KEY, AgentThread, closed_port, desks
+from agent.stage import KEY, AgentThread, desks
 from agent.test_agent_grpc import GrpcAgent
 from hypothesis import given
 from hypothesis import strategies as st
+from ports import own_port
 
 from gpuroute.agent.book import Sample
 from gpuroute.agent.collect import Collector, target_of
@@ -49,6 +50,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from gpuroute.core.digest import Key
+
+pytestmark = pytest.mark.real_time
 
 SECRET = KEY.encode()
 IDLE = Entry(0, 0, 0, 0, 0, 1)
@@ -264,7 +267,7 @@ def test_agents_are_collected_over_both_transports(eventually: Callable[..., Non
     given_udp[1].sampled(Sample(0.0, running=3, waiting=2, kv_usage=0.25))
     given_udp[2].state = EngineState.DRAINING
     with AgentThread(given_udp) as udp, GrpcAgent(given_grpc, (SECRET,)) as grpc:
-        silent = Endpoint("silent", "http://127.0.0.1:1", agent=f"udp://127.0.0.1:{closed_port()}")
+        silent = Endpoint("silent", "http://127.0.0.1:1", agent=f"udp://127.0.0.1:{own_port()}")
         bare = Endpoint("bare", "http://127.0.0.1:1")
         with Collected(fleet_of([*udp.endpoints(), *grpc.endpoints(), silent, bare])) as it:
             eventually(lambda: len(entries(it.digest)) == 5, "all agents have answered")
@@ -462,7 +465,7 @@ def test_ages_are_never_younger_than_the_truth(eventually: Callable[..., None]) 
 def test_a_spare_takes_over_at_once_and_trouble_is_said(
     eventually: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    nobody = f"http://127.0.0.1:{closed_port()}"
+    nobody = f"http://127.0.0.1:{own_port()}"
     with AgentThread(desks(1)) as agent:
         with Collected(fleet_of(agent.endpoints())) as it, Reader(nobody, it.url) as reader:
             eventually(lambda: reader.heard, "the spare is read")

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
+pytestmark = pytest.mark.real_time
+
 NOW = 1_000.0
 EPOCH = 1_700_000_000.0
 HASHES = (11, 22, 33)

@@ -10,6 +10,8 @@ from gpuroute.router import Router
 from gpuroute.testing import GpuServer
 from gpuroute.transports.piggyback import learn_header
 
+pytestmark = pytest.mark.real_time
+
 
 def answered(server: GpuServer, **record: str) -> Router:
     router = Router(endpoints={"p": [Endpoint("gpu-0", server.url, **record)]}, asks="off")

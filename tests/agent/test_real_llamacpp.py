@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 import httpx2
 import pytest
 from agent.process import KEY, AgentProcess, Eyes
-from agent.stage import closed_port
-from registry.etcd_server import EtcdCluster, free_ports
+from ports import own_port
+from registry.etcd_server import EtcdCluster
 
 import gpuroute.httpx2
 from gpuroute.router import Router
@@ -32,6 +32,7 @@ REAL = Path(os.environ.get("REAL_ENGINES") or Path(__file__).parents[3] / "share
 
 pytestmark = [
     pytest.mark.real,
+    pytest.mark.real_time,
     pytest.mark.skipif(not (REAL / "llama-server").exists(), reason=f"no llama-server in {REAL.name}: set REAL_ENGINES"),
     pytest.mark.skipif(not importlib.util.find_spec("gguf"), reason="gguf is not installed: no model can be made"),
 ]
@@ -66,7 +67,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def llama(model: Path) -> Iterator[Llama]:
-    server = Llama(model, free_ports(1)[0])
+    server = Llama(model, own_port())
     yield server
     server.stop()
 
@@ -114,7 +115,7 @@ def test_cached_tokens_of_a_real_engine_are_visible(llama: Llama, eventually: Ca
 
     with AgentProcess("--url", llama.url, "--id", "real", "--warmup", "1") as agent:
         eventually(lambda: agent.state() == "ready", "it is ready")
-        none = Endpoint("none", "http://127.0.0.1:9", agent=f"udp://127.0.0.1:{closed_port()}")
+        none = Endpoint("none", "http://127.0.0.1:9", agent=f"udp://127.0.0.1:{own_port()}")
         endpoints = [Endpoint("real", llama.url, agent=agent.lines["agent"]), none]
         router = Router(endpoints={"p": endpoints}, agent_key=KEY, asks="on", ask_hashes=True, ask_timeout="2s")
         asker = asker_of(router)

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 import httpx2
 import pytest
 from agent.process import KEY, AgentProcess, Eyes
-from agent.stage import closed_port
-from registry.etcd_server import EtcdCluster, free_ports
+from ports import own_port
+from registry.etcd_server import EtcdCluster
 
 import gpuroute.httpx2
 from gpuroute.core.endpoint import Endpoint
@@ -39,6 +39,7 @@ SENTENCE = "route the gpu batch to the least loaded replica with the longest cac
 
 pytestmark = [
     pytest.mark.real,
+    pytest.mark.real_time,
     pytest.mark.timeout(900),
     pytest.mark.skipif(
         not (VENV / "bin" / "python").exists(), reason="set GPUROUTE_TEST_VLLM to a virtual environment with vLLM"
@@ -55,7 +56,7 @@ class Vllm:
         self.events, self.replay = (f"ipc://{directory}/{name}.sock" for name in ("kv", "replay"))
         make = [str(VENV / "bin" / "python"), str(REAL / "make_tiny_hf.py"), str(model)]
         subprocess.run(make, check=True, capture_output=True)
-        port = free_ports(1)[0]
+        port = own_port()
         self.url = f"http://127.0.0.1:{port}"
         config = (
             f'{{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "{self.events}", '
@@ -108,7 +109,7 @@ class Client:
     """A router that asks with hashes, over the engine and an endpoint that is dear and whose agent never answers."""
 
     def __init__(self, engine: Vllm, agent: AgentProcess) -> None:
-        dear = Endpoint("none", "http://127.0.0.1:9", weight=0.001, agent=f"udp://127.0.0.1:{closed_port()}")
+        dear = Endpoint("none", "http://127.0.0.1:9", weight=0.001, agent=f"udp://127.0.0.1:{own_port()}")
         endpoints = [Endpoint("real", engine.url, engine="vllm", agent=agent.lines["agent"]), dear]
         self.router = Router(endpoints={"p": endpoints}, agent_key=KEY, asks="on", ask_hashes=True, ask_timeout="1s")
         asker = asker_of(self.router)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,21 +12,13 @@ from pathlib import Path
 from typing import Self
 
 import pytest
+from ports import own_ports
 
 # Read before the test suite takes all GPUROUTE_* variables away.
 MLSERVER = os.environ.get("GPUROUTE_TEST_MLSERVER", "")
 TRITON = os.environ.get("GPUROUTE_TEST_TRITON", "")
 HERE = Path(__file__).parent
 PATIENCE_S = 60
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that were free a moment ago."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [sock.getsockname()[1] for sock in sockets]
-    for sock in sockets:
-        sock.close()
-    return ports
 
 
 class Peer:
@@ -77,7 +68,7 @@ def mlserver(name: str, directory: Path) -> Peer:
         pytest.skip("no MLServer: run tests/grpc/install_mlserver.sh VENV and set GPUROUTE_TEST_MLSERVER=VENV")
     models = directory / name
     shutil.copytree(HERE / "mlserver_model", models)
-    http, grpc_port, metrics = free_ports(3)
+    http, grpc_port, metrics = own_ports(3)
     env = {
         "MLSERVER_HOST": "127.0.0.1",
         "MLSERVER_HTTP_PORT": str(http),
@@ -101,7 +92,7 @@ def triton(name: str, directory: Path) -> Peer:
     backend = directory / name / "backends" / "python"
     shutil.copytree(server / "backends" / "python", backend)
     shutil.copy(server / "python_backend_stubs" / "3.11" / "triton_python_backend_stub", backend)
-    http, grpc_port, metrics = free_ports(3)
+    http, grpc_port, metrics = own_ports(3)
     command = [
         str(server / "bin" / "tritonserver"),
         f"--model-repository={HERE / 'triton_models'}",

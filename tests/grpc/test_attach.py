@@ -15,6 +15,8 @@ import gpuroute.triton
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+pytestmark = pytest.mark.real_time
+
 
 class Stub:
     """What grpcio-tools generates for a service, with bytes for messages."""

@@ -33,6 +33,8 @@ from gpuroute.transports.grpc_peers import channel_options, read_address
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+pytestmark = pytest.mark.real_time
+
 HERE = Path(__file__).parent
 QUICK_PINGS = (("grpc.keepalive_time_ms", 1000), ("grpc.http2.ping_timeout_ms", 500))
 

@@ -20,6 +20,8 @@ from gpuroute.testing.grpc_face import GrpcFace
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+pytestmark = pytest.mark.real_time
+
 INFER, STREAM = "/inference.GRPCInferenceService/ModelInfer", "/inference.GRPCInferenceService/ModelStreamInfer"
 
 

@@ -18,6 +18,8 @@ from gpuroute.grpc import health
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+pytestmark = pytest.mark.real_time
+
 
 @contextmanager
 def answering(service: str, method: str, answer: Callable[[bytes, Any], Any], *, stream: bool = False) -> Iterator[str]:

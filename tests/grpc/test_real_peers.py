@@ -30,7 +30,7 @@ aio_client = pytest.importorskip("tritonclient.grpc.aio")
 http_client = pytest.importorskip("tritonclient.http", reason="the package tritonclient[http] is not installed")
 aio_http_client = pytest.importorskip("tritonclient.http.aio")
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.real_time]
 
 
 def started(make: Any, count: int, directory: Path, model: str) -> Iterator[list[Peer]]:

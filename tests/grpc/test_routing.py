@@ -27,6 +27,8 @@ from gpuroute.transports import grpc_reports
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+pytestmark = pytest.mark.real_time
+
 CODE = grpc.StatusCode
 
 
@@ -72,7 +74,7 @@ def test_the_last_error_tells_of_all_attempts(manner: Manner) -> None:
     assert note.startswith("gpuroute: 3 attempts: ")
 
 
-@pytest.mark.parametrize("code", [CODE.UNAVAILABLE, CODE.RESOURCE_EXHAUSTED])
+@pytest.mark.parametrize("code", [CODE.UNAVAILABLE, CODE.RESOURCE_EXHAUSTED, CODE.CANCELLED])
 def test_an_endpoint_that_cannot_is_left_for_one_that_can(manner: Manner, two: list[Server], code: Any) -> None:
     two[0].service.fail_next = [code] * 100
     router = router_of(*urls(two), policy="round_robin")
@@ -316,7 +318,7 @@ def test_a_key_in_the_metadata_is_kept_to_one_endpoint(manner: Manner) -> None:
         router = router_of(*urls(running), policy="session")
         answers = {
             key: {manner.call(router, "Who", b"", metadata=(("x-gpuroute-key", key), ("kept", "1"))) for _ in range(5)}
-            for key in map(str, range(12))
+            for key in map(str, range(24))  # homes follow from ports: at one of four by chance less than once in 10^11
         }
         assert all(len(answer) == 1 for answer in answers.values())
         assert len(set.union(*answers.values())) > 1
@@ -339,7 +341,8 @@ def test_options_hold_for_a_block_and_metadata_win(two: list[Server]) -> None:
     router = router_of(*urls(two), policy="session")
     with gpuroute.grpc.channel(router, "p") as channel:
         call = channel.unary_unary(method("Who"))
-        homes = {key: call(b"", metadata=(("x-gpuroute-key", key),)) for key in map(str, range(16))}
+        keys = map(str, range(64))  # homes follow from ports: no key lives at one of two less than once in 10^15
+        homes = {key: call(b"", metadata=(("x-gpuroute-key", key),)) for key in keys}
         one, other = (next(key for key, home in homes.items() if home == name) for name in (b"s0", b"s1"))
         with gpuroute.grpc.options(key=one):
             assert {call(b"") for _ in range(8)} == {b"s0"}
@@ -376,8 +379,10 @@ def test_prompts_in_known_messages_have_homes() -> None:
         router = router_of(*urls(running), policy="prefix")
         with gpuroute.grpc.channel(router, "p", prompt=_as_infer) as channel:
             call = channel.unary_unary(method("Who"))
-            homes = [{call(infer(b"%d" % n * 600, b"%d" % noise)) for noise in range(6)} for n in range(12)]
-        assert all(len(home) == 1 for home in homes)
+            homes = [{call(infer(b"%d" % n * 600, b"%d" % noise)) for noise in range(3)} for n in range(24)]
+        assert all(
+            len(home) == 1 for home in homes
+        )  # at one of four by chance less than once in 10^11: they follow from ports
         assert len(set.union(*homes)) > 1
 
 

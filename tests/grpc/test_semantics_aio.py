@@ -14,6 +14,8 @@ import gpuroute.grpc.aio
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
+pytestmark = pytest.mark.real_time
+
 
 @pytest.fixture
 def server() -> Iterator[Server]:

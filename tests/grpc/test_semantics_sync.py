@@ -15,6 +15,8 @@ import gpuroute.grpc
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+pytestmark = pytest.mark.real_time
+
 NO_MESSAGE_LIMIT = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
 
 

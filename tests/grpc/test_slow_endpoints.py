@@ -18,6 +18,8 @@ import gpuroute.grpc.aio
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+pytestmark = pytest.mark.real_time
+
 WARM_UP = 100  # what is usual is known after 20 calls; these outweigh the few real ones
 
 

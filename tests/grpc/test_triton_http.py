@@ -20,6 +20,8 @@ from gpuroute.core.endpoint import Endpoint
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+pytestmark = pytest.mark.real_time
+
 np = pytest.importorskip("numpy", reason="tritonclient needs numpy")
 client = pytest.importorskip("tritonclient.http", reason="the package tritonclient[http] is not installed")
 aio_client = pytest.importorskip("tritonclient.http.aio")
@@ -221,9 +223,9 @@ def test_a_key_and_an_equal_prompt_meet_at_one_server(manner: Any, two: list[V2]
     router = router_to(two, policy="prefix")
     keyed = [manner.infer(router, 3, headers={"x-gpuroute-key": f"session-{n}"}) for n in range(8)]
     assert all(len(set(servers)) == 1 for servers in keyed)
-    prompts = [manner.infer(router, 3, value=b"%d " % n * 900, json=True) for n in range(8)]
+    prompts = [manner.infer(router, 2, value=b"%d " % n * 900, json=True) for n in range(48)]
     assert all(len(set(servers)) == 1 for servers in prompts)
-    assert len(set.union(*map(set, prompts))) == 2
+    assert len(set.union(*map(set, prompts))) == 2  # by chance 1 less than once in 10^11: homes follow from ports
 
 
 def test_greenlets_still_run_side_by_side(two: list[V2]) -> None:

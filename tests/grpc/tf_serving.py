@@ -159,7 +159,7 @@ def main() -> None:
     router = gpuroute.Router(endpoints={"p": [server.url for server in servers]}, policy="prefix")
     with gpuroute.grpc.channel(router, "p") as channel:
         stub = PredictionServiceStub(channel)
-        homes = [{answered_by(stub.Predict(asked(b"%d " % n * 900), timeout=30)) for _ in range(3)} for n in range(16)]
+        homes = [{answered_by(stub.Predict(asked(b"%d " % n * 900), timeout=30)) for _ in range(3)} for n in range(48)]
         assert all(len(home) == 1 for home in homes), homes
         assert set.union(*homes) == {b"s0", b"s1"}
         assert health.ask(channel, health.tf_serving_ready("echo"), timeout=30)

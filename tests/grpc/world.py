@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import grpc
+from ports import own_port
 
 import gpuroute
 import gpuroute.grpc
@@ -196,16 +197,16 @@ def servers(count: int, **how: Any) -> Iterator[list[Server]]:
 
 def refused_url() -> str:
     """A URL at which nobody listens."""
-    import socket
+    return f"grpc://127.0.0.1:{own_port()}"
 
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return f"grpc://127.0.0.1:{sock.getsockname()[1]}"
+
+PATIENT = {"breaker_failures": 1000, "connect_timeout": "20s", "watchdog": False}
+"""Settings for busy machines: a server that is there is not taken for slow or dead, unless a test asks for that."""
 
 
 def router_of(*endpoints: str | Endpoint, **settings: Any) -> gpuroute.Router:
-    """A router over these endpoints (pool `p`); breakers stay out of the way unless asked for."""
-    return gpuroute.Router(FakeRegistry({"p": list(endpoints)}), **({"breaker_failures": 1000} | settings))
+    """A patient router over these endpoints (pool `p`)."""
+    return gpuroute.Router(FakeRegistry({"p": list(endpoints)}), **(PATIENT | settings))
 
 
 def endpoint(server: Server, **fields: Any) -> Endpoint:

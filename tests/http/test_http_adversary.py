@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     Make = Callable[..., Caller]
 
+pytestmark = pytest.mark.real_time
+
 
 def raw(*pieces: bytes, pause: float = 0.02, hang_up: bool = False) -> Any:
     """Answer with exactly these bytes, one piece after the other."""

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     Make = Callable[..., Caller]
 
+pytestmark = pytest.mark.real_time
+
 
 def test_the_host_names_the_pool(stubs: Stage, caller: Make) -> None:
     a, b = stubs("a", "b")

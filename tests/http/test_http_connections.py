@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
     Make = Callable[..., Caller]
 
+pytestmark = pytest.mark.real_time
+
 NAMES = ("httpx2", "httpx")
 
 

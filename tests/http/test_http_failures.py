@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     Make = Callable[..., Caller]
 
+pytestmark = pytest.mark.real_time
+
 NOWHERE = "http://127.0.0.1:9"  # the discard port: refused
 
 

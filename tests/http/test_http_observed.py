@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     Make = Callable[..., Caller]
 
+pytestmark = pytest.mark.real_time
+
 
 class Recorder(Observer):
     """Notes what it is told, in order."""

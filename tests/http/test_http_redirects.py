@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     Make = Callable[..., Caller]
 
+pytestmark = pytest.mark.real_time
+
 SECRETS = {
     "authorization": "Bearer mine",
     "cookie": "session=mine",

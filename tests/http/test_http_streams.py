@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     Make = Callable[..., Caller]
 
+pytestmark = pytest.mark.real_time
+
 
 def outcomes(client: Caller) -> dict[str, tuple[int, str]]:
     """Per endpoint: calls served, and the last error."""

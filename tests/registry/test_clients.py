@@ -10,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
 from registry.etcd_server import EtcdCluster
 from registry.watching import Writer, eventually, quick, running
 
@@ -24,8 +25,10 @@ if TYPE_CHECKING:
     from gpuroute.core.subset import Seat
     from gpuroute.registry.etcd_config import EtcdConfig
 
+pytestmark = pytest.mark.real_time
+
 TESTS = str(Path(__file__).parents[1])
-SOON = 30.0
+SOON = 60.0
 QUICK = {"ttl": 10.0, "every": 0.2, "settle": 0.2}  # a lease must outlast the pauses of a busy machine
 
 

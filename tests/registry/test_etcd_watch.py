@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 import grpc
 import pytest
-from registry.etcd_server import EtcdCluster, free_ports
-from registry.watching import Proxy, Watcher, Writer, eventually, ids, quick, save_snapshot
+from ports import own_port
+from registry.watching import Proxy, Watcher, Writer, eventually, ids, own_threads, quick, save_snapshot
 from stopwatch import Stopwatch
 
 from gpuroute.core.wire import encode
@@ -28,7 +28,11 @@ from gpuroute.registry.etcd import EtcdRegistry
 from gpuroute.registry.etcd_client import EtcdClient
 
 if TYPE_CHECKING:
+    from registry.etcd_server import EtcdCluster
+
     from gpuroute.registry.etcd_config import EtcdConfig
+
+pytestmark = pytest.mark.real_time
 
 
 def registry(config, *, grace: float = 0.0, **options) -> EtcdRegistry:
@@ -192,7 +196,7 @@ def test_E5_one_bad_record_does_not_spoil_the_rest(config, writer: Writer, caplo
         writer.put_raw(writer.key(ident), value)
     with grpc.insecure_channel(writer.client.member) as channel:  # a key that no str can hold
         put = channel.unary_unary("/etcdserverpb.KV/Put")
-        put(encode((1, writer.key("x").encode() + b"\xff"), (2, b"{}")), timeout=5)
+        put(encode((1, writer.key("x").encode() + b"\xff"), (2, b"{}")), timeout=30)
     writer.put("extra", unknown={"a": 1})
     writer.put("twin", url="http://good-1:8000")
     usable = [*good, "extra", "twin"]
@@ -218,7 +222,7 @@ def test_E5_one_bad_record_does_not_spoil_the_rest(config, writer: Writer, caplo
 def test_E6_all_keys_vanish_and_come_back_within_the_grace(config, writer: Writer) -> None:
     idents = ["a", "b", "c", "d"]
     writer.fill(idents)
-    with Watcher(registry(config, grace=30)) as watcher:
+    with Watcher(registry(config, grace=110)) as watcher:
         watcher.until_ids(*idents)
         writer.delete(*idents)
         watcher.until(lambda fleet: any("vanished" in text for text in fleet.problems))
@@ -278,13 +282,13 @@ def test_E9_a_flapping_key(config, writer: Writer) -> None:
 
 
 def test_proxy_variables_are_ignored_unless_trusted(config, writer: Writer, monkeypatch) -> None:
-    (dead,) = free_ports(1)
+    dead = own_port()
     for name in ("http_proxy", "https_proxy", "grpc_proxy"):
         monkeypatch.setenv(name, f"http://127.0.0.1:{dead}")
     for name in ("no_proxy", "no_grpc_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
     writer.put("a")
-    assert ids(first_fleet(registry(config), 20)) == ["a"]
+    assert ids(first_fleet(registry(config), 40)) == ["a"]
     trusting = quick(config.source, trust_env=True)
     with pytest.raises(RegistryUnavailable):
         first_fleet(registry(trusting), 0.5)
@@ -292,20 +296,20 @@ def test_proxy_variables_are_ignored_unless_trusted(config, writer: Writer, monk
 
 def test_nothing_runs_before_subscribe_and_nothing_after_close(config, writer: Writer) -> None:
     writer.put("a")
-    before = threading.active_count()
+    threads, before = threading.active_count(), own_threads()
     quiet = registry(config)
-    assert threading.active_count() == before
+    assert own_threads() <= before
     watcher = Watcher(quiet)
-    assert [thread.name for thread in threading.enumerate()].count("gpuroute-etcd") == 1
+    assert [thread.name for thread in own_threads() - before] == ["gpuroute-etcd"]
     watcher.until_ids("a")
     with Stopwatch() as watch:
         watcher.subscription.close()
         watcher.subscription.close()
     assert watch.seconds < 0.5
-    assert "gpuroute-etcd" not in [thread.name for thread in threading.enumerate()]
+    assert own_threads() <= before
     writer.put("b")
     assert watcher.ids() == ["a"]
-    eventually(lambda: threading.active_count() <= before, "gRPC's own threads to end")
+    eventually(lambda: threading.active_count() <= threads, "gRPC's own threads to end")
 
 
 def test_close_while_etcd_cannot_be_reached_is_quick() -> None:
@@ -324,13 +328,13 @@ def test_a_subscriber_may_close_from_within_its_callback(config, writer: Writer)
     ready = threading.Event()
 
     def on_change(fleet) -> None:
-        ready.wait(20)
+        ready.wait(40)
         box[0].close()
         closed.set()
 
     box.append(registry(config).subscribe(on_change))
     ready.set()
-    assert closed.wait(20)
+    assert closed.wait(40)
     eventually(lambda: not box[0]._thread.is_alive())
 
 
@@ -402,7 +406,7 @@ import sys
 sys.path.insert(0, sys.argv[2])
 from gpuroute.registry.etcd import EtcdRegistry
 from registry.watching import Proxy, Watcher, Writer, eventually, ids, quick, save_snapshot
-watcher = Watcher(EtcdRegistry(quick(sys.argv[1], heartbeat=5)))
+watcher = Watcher(EtcdRegistry(quick(sys.argv[1], heartbeat=100)))
 watcher.until_ids("a")
 print("done")
 """
@@ -412,11 +416,11 @@ def test_a_process_that_never_closes_ends_without_ado(config, writer: Writer) ->
     writer.put("a")
     with Stopwatch() as watch:
         assert run_script(LEFT_OPEN, config.source) == "done\n"
-    assert watch.seconds < 4
+    assert watch.seconds < 50, "it waited for a heartbeat"
 
 
 def run_script(code: str, *args: str) -> str:
     command = [sys.executable, "-c", code, *args, str(Path(__file__).parents[1])]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=90)
     assert done.returncode == 0, done.stderr
     return done.stdout

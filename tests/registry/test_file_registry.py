@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import os
-import threading
 import time
 from typing import TYPE_CHECKING
 
 import pytest
-from registry.watching import Watcher, eventually, ids
+from registry.watching import Watcher, eventually, ids, own_threads
 
 from gpuroute.errors import RegistryUnavailable
 from gpuroute.registry import first_fleet
@@ -18,6 +17,8 @@ from gpuroute.registry.file import FileRegistry
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+pytestmark = pytest.mark.real_time
 
 
 def document(*idents: str) -> str:
@@ -183,11 +184,11 @@ def test_a_subscriber_that_raises_does_not_end_the_watch(path: Path) -> None:
 
 
 def test_close_stops_the_thread_and_further_deliveries(path: Path) -> None:
-    before = threading.active_count()
+    before = own_threads()
     watcher = Watcher(registry(path))
-    assert threading.active_count() == before + 1
+    assert [thread.name for thread in own_threads() - before] == ["gpuroute-file"]
     watcher.subscription.close()
     watcher.subscription.close()
-    assert threading.active_count() == before
+    assert own_threads() <= before
     replace(path, document("c"))
     assert watcher.ids() == ["a", "b"]

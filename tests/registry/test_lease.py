@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import threading
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from registry.etcd_server import EtcdCluster, free_ports
-from registry.watching import Watcher, Writer, eventually, quick, running
+from ports import own_port
+from registry.etcd_server import EtcdCluster
+from registry.watching import Watcher, Writer, eventually, own_threads, quick, running
 from stopwatch import Stopwatch
 
 from gpuroute.core.endpoint import Endpoint, State
@@ -20,6 +20,8 @@ from gpuroute.errors import InvalidRecord
 from gpuroute.registry.etcd import EtcdRegistry
 from gpuroute.registry.etcd_client import EtcdClient
 from gpuroute.registry.lease import LeasedKey, Registration
+
+pytestmark = pytest.mark.real_time
 
 ENDPOINT = Endpoint(id="a", url="http://a:8000", state=State.WARMING, headers={"authorization": "Bearer canary"})
 
@@ -32,14 +34,14 @@ def stored(writer: Writer, ident: str = "a") -> dict:
 def test_registers_updates_and_leaves(shared_etcd: EtcdCluster, config, writer: Writer) -> None:
     lines: list[str] = []
     registration = Registration(config, "llama", ENDPOINT, report=lines.append)
-    assert registration.wait(20)
+    assert registration.wait(40)
     assert stored(writer) == {
         "url": "http://a:8000",
         "state": "warming",
         "headers": {"authorization": "Bearer canary"},
     }
     assert shared_etcd.ctl("get", "--print-value-only", writer.key("a")).strip() == json.dumps(stored(writer))
-    with Watcher(EtcdRegistry(config, grace=30)) as watcher:
+    with Watcher(EtcdRegistry(config, grace=110)) as watcher:
         watcher.until_ids("a")
         registration.update(replace(ENDPOINT, state=State.READY))
         watcher.until(lambda fleet: fleet.pools["llama"].endpoints[0].state is State.READY)
@@ -47,7 +49,7 @@ def test_registers_updates_and_leaves(shared_etcd: EtcdCluster, config, writer: 
             registration.close()
             registration.close()
         assert watch.seconds < 1
-        watcher.until_ids(timeout=15)  # at once, for it was announced, and not after the grace of 30 s
+        watcher.until_ids()  # at once, for it was announced, and not after the grace of 110 s
     assert registration.error is None
     assert [line.split()[0] for line in lines] == ["registered", "removed"]
     assert "canary" not in "".join(lines)
@@ -55,7 +57,7 @@ def test_registers_updates_and_leaves(shared_etcd: EtcdCluster, config, writer: 
 
 def test_a_lease_is_kept_alive(config, writer: Writer) -> None:
     registration = Registration(config, "llama", ENDPOINT, ttl=2)
-    registration.wait(20)
+    registration.wait(40)
     lease = writer.client.read(writer.key("a")).lease
     assert lease
     deadline = time.monotonic() + 5.0
@@ -74,7 +76,7 @@ def test_E9_an_etcd_that_lost_its_leases_gets_a_fresh_one(tmp_path) -> None:
         writer = Writer(config)
         lines: list[str] = []
         registration = Registration(config, "llama", ENDPOINT, ttl=1, report=lines.append)
-        assert registration.wait(20)
+        assert registration.wait(40)
         before = writer.client.read(writer.key("a")).lease
         cluster.members[0].kill()
         eventually(lambda: registration.error)
@@ -93,7 +95,7 @@ def test_E9_an_etcd_that_lost_its_leases_gets_a_fresh_one(tmp_path) -> None:
 
 def test_E9_a_lease_that_was_revoked_elsewhere_is_replaced(config, writer: Writer) -> None:
     registration = Registration(config, "llama", ENDPOINT, ttl=1)
-    registration.wait(20)
+    registration.wait(40)
     dead = writer.client.read(writer.key("a")).lease
     writer.client.revoke(dead)
     assert not stored(writer)
@@ -110,7 +112,7 @@ def test_a_short_outage_costs_neither_the_lease_nor_the_key(tmp_path) -> None:
         writer = Writer(config)
         lines: list[str] = []
         registration = Registration(config, "llama", ENDPOINT, ttl=2, report=lines.append)
-        assert registration.wait(20)
+        assert registration.wait(40)
         before = writer.client.read(writer.key("a"))
         cluster.members[0].kill()
         eventually(lambda: registration.error)
@@ -127,7 +129,7 @@ def test_a_short_outage_costs_neither_the_lease_nor_the_key(tmp_path) -> None:
 
 def test_a_takeover_between_reading_and_writing_is_seen(config, writer: Writer) -> None:
     old = Registration(config, "llama", ENDPOINT, ttl=30)
-    old.wait(20)
+    old.wait(40)
     client = old._key._client
     taken: list[Registration] = []
 
@@ -135,7 +137,7 @@ def test_a_takeover_between_reading_and_writing_is_seen(config, writer: Writer) 
         found = EtcdClient.read(client, key)
         if not taken:
             taken.append(Registration(config, "llama", replace(ENDPOINT, version="2"), ttl=30))
-            taken[0].wait(20)
+            taken[0].wait(40)
         return found
 
     client.read = read
@@ -158,7 +160,7 @@ def test_a_lease_that_ends_between_renewing_and_writing(config, writer: Writer, 
     monkeypatch.setattr(EtcdClient, "put", put)
     lines: list[str] = []
     registration = Registration(config, "llama", ENDPOINT, report=lines.append)
-    assert registration.wait(20)
+    assert registration.wait(40)
     assert writer.client.read(writer.key("a")).lease not in {0, revoked[0]}
     assert "NOT_FOUND" in lines[0]
     registration.close()
@@ -166,10 +168,10 @@ def test_a_lease_that_ends_between_renewing_and_writing(config, writer: Writer, 
 
 def test_a_zombie_with_a_dead_lease_does_not_overwrite_its_successor(config, writer: Writer) -> None:
     old = Registration(config, "llama", ENDPOINT, ttl=30)
-    old.wait(20)
+    old.wait(40)
     writer.client.revoke(writer.client.read(writer.key("a")).lease)
     new = Registration(config, "llama", replace(ENDPOINT, version="2"), ttl=30)
-    new.wait(20)
+    new.wait(40)
     old.update(replace(ENDPOINT, state=State.READY))
     eventually(lambda: "another process" in (old.error or ""))
     assert stored(writer)["version"] == "2"
@@ -184,7 +186,7 @@ def test_a_report_that_raises_does_not_end_the_lease(config, writer: Writer, cap
         raise BrokenPipeError("nobody listens")
 
     registration = Registration(config, "llama", ENDPOINT, ttl=1, report=report)
-    assert registration.wait(20)
+    assert registration.wait(40)
     registration.update(replace(ENDPOINT, version="2"))
     eventually(lambda: stored(writer).get("version") == "2")
     registration.close()
@@ -193,9 +195,9 @@ def test_a_report_that_raises_does_not_end_the_lease(config, writer: Writer, cap
 
 def test_a_key_that_somebody_removed_comes_back(config, writer: Writer) -> None:
     registration = Registration(config, "llama", ENDPOINT, ttl=1)
-    registration.wait(20)
+    registration.wait(40)
     writer.delete("a")
-    eventually(lambda: stored(writer), "the key to come back", timeout=20)
+    eventually(lambda: stored(writer), "the key to come back")
     registration.close()
     assert not stored(writer)
 
@@ -204,9 +206,9 @@ def test_a_key_that_another_process_took_over_is_left_alone(config, writer: Writ
     """A restart under the same id, where the old process is still draining when the new one is ready."""
     lines: list[str] = []
     old = Registration(config, "llama", ENDPOINT, ttl=1, report=lines.append)
-    old.wait(20)
+    old.wait(40)
     new = Registration(config, "llama", replace(ENDPOINT, version="2"), ttl=1)
-    new.wait(20)
+    new.wait(40)
     eventually(lambda: "another process" in (old.error or ""), "the old one to notice")
     old.update(replace(ENDPOINT, state=State.DRAINING))
     old.close()
@@ -219,9 +221,9 @@ def test_a_key_that_another_process_took_over_is_left_alone(config, writer: Writ
 
 def test_an_update_in_the_moment_of_a_takeover_does_not_overwrite(config, writer: Writer) -> None:
     old = Registration(config, "llama", ENDPOINT, ttl=30)
-    old.wait(20)
+    old.wait(40)
     new = Registration(config, "llama", replace(ENDPOINT, version="2"), ttl=30)
-    new.wait(20)
+    new.wait(40)
     old.update(replace(ENDPOINT, state=State.READY))
     eventually(lambda: old.error)
     old.close()
@@ -235,8 +237,8 @@ sys.path.insert(0, sys.argv[2])
 from gpuroute.core.endpoint import Endpoint
 from gpuroute.registry.lease import Registration
 from registry.watching import quick
-registration = Registration(quick(sys.argv[1]), "llama", Endpoint(id="a", url="http://a"), ttl=1)
-time.sleep(60)
+registration = Registration(quick(sys.argv[1]), "llama", Endpoint(id="a", url="http://a"), ttl=3)
+time.sleep(600)
 """
 
 
@@ -250,16 +252,16 @@ def test_the_key_of_a_killed_process_goes_with_its_lease(config, writer: Writer)
         process.kill()
         process.wait()
         assert stored(writer)
-        eventually(lambda: not stored(writer), "the lease to end", timeout=20)
+        eventually(lambda: not stored(writer), "the lease to end")
 
 
 def test_E9_a_process_that_was_frozen_for_longer_than_its_lease_comes_back(config, writer: Writer) -> None:
     with registering(config) as process:
         eventually(lambda: stored(writer), "the registration")
         process.send_signal(signal.SIGSTOP)
-        eventually(lambda: not stored(writer), "the lease to end", timeout=20)
+        eventually(lambda: not stored(writer), "the lease to end")
         process.send_signal(signal.SIGCONT)
-        eventually(lambda: stored(writer), "a fresh lease", timeout=20)
+        eventually(lambda: stored(writer), "a fresh lease")
 
 
 def test_etcd_may_be_down_at_the_start_and_at_the_end(tmp_path) -> None:
@@ -270,7 +272,7 @@ def test_etcd_may_be_down_at_the_start_and_at_the_end(tmp_path) -> None:
     assert not registration.wait(0.3)
     assert "UNAVAILABLE" in registration.error
     with cluster:
-        assert registration.wait(10)
+        assert registration.wait(40)
         assert registration.error is None
     with Stopwatch() as watch:
         registration.close()
@@ -281,7 +283,7 @@ def test_etcd_may_be_down_at_the_start_and_at_the_end(tmp_path) -> None:
 def test_any_key_can_be_leased(config, writer: Writer) -> None:
     key = f"{config.prefix}/clients/c1"
     leased = LeasedKey(config, key, b"{}", ttl=5)
-    assert leased.wait(20)
+    assert leased.wait(40)
     assert writer.client.read(key).value == b"{}"
     leased.update(b'{"ordinal": 3}')
     eventually(lambda: writer.client.read(key).value == b'{"ordinal": 3}')
@@ -290,15 +292,15 @@ def test_any_key_can_be_leased(config, writer: Writer) -> None:
 
 
 def test_what_readers_would_refuse_is_refused_at_once(config) -> None:
-    before = threading.active_count()
+    before = own_threads()
     with pytest.raises(InvalidRecord, match="bad pool name"):
         Registration(config, "Llama", ENDPOINT)
     with pytest.raises(InvalidRecord, match="weight"):
         Registration(config, "llama", replace(ENDPOINT, weight=-1))
     with pytest.raises(InvalidRecord, match="bad id"):
         Registration(config, "llama", replace(ENDPOINT, id="a/b"))
-    assert threading.active_count() == before
-    (dead,) = free_ports(1)
+    assert own_threads() <= before
+    dead = own_port()
     registration = Registration(quick(f"etcd://127.0.0.1:{dead}"), "llama", ENDPOINT)
     with pytest.raises(ValueError, match="id"):
         registration.update(replace(ENDPOINT, id="b"))

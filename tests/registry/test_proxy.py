@@ -14,6 +14,8 @@ from gpuroute.registry.etcd_client import EtcdClient, EtcdError
 if TYPE_CHECKING:
     from registry.etcd_server import EtcdCluster
 
+pytestmark = pytest.mark.real_time
+
 
 def test_etcd_is_asked_through_the_proxy_only_if_the_environment_is_trusted(
     shared_etcd: EtcdCluster, monkeypatch: pytest.MonkeyPatch

@@ -15,6 +15,8 @@ from gpuroute.errors import InvalidRecord
 from gpuroute.registry import snapshot
 from gpuroute.registry.view import View
 
+pytestmark = pytest.mark.real_time
+
 SOURCE = "etcd://h:2379/gpuroute"
 
 

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import selectors
 import socket
 import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
+import pytest
+
 from gpuroute.core.wire import encode
-from gpuroute.registry import snapshot
+from gpuroute.errors import RegistryUnavailable
+from gpuroute.registry import first_fleet, snapshot
 from gpuroute.registry.etcd_client import EtcdClient
 from gpuroute.registry.etcd_config import EtcdConfig
 from gpuroute.registry.view import View
@@ -23,8 +28,11 @@ if TYPE_CHECKING:
 
     from gpuroute.core.fleet import Fleet, Registry
 
+PATIENCE_S = 40.0
+"""How long what must happen may take: the machine may be ten times as busy as it has processors."""
 
-def eventually(condition: Callable[[], Any], what: str = "condition", timeout: float = 10.0) -> Any:
+
+def eventually(condition: Callable[[], Any], what: str = "condition", timeout: float = PATIENCE_S) -> Any:
     """Wait for a true value of `condition` and return it; AssertionError after `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while True:
@@ -33,6 +41,22 @@ def eventually(condition: Callable[[], Any], what: str = "condition", timeout: f
             return value
         assert time.monotonic() < deadline, f"{what}: not within {timeout} s"
         time.sleep(0.01)
+
+
+def refusal(registry: Registry, pattern: str) -> str:
+    """Why there is no view, once that is the reason looked for: a busy machine may need some time to find it."""
+    for timeout in (0.5, 2.0, 8.0, 20.0):
+        with pytest.raises(RegistryUnavailable) as caught:
+            first_fleet(registry, timeout)
+        if re.search(pattern, str(caught.value)):
+            break
+    assert re.search(pattern, str(caught.value))
+    return str(caught.value)
+
+
+def own_threads() -> set[threading.Thread]:
+    """The library's own threads in this process, not those of gRPC or of the test."""
+    return {thread for thread in threading.enumerate() if thread.name.startswith("gpuroute-")}
 
 
 @contextlib.contextmanager
@@ -75,7 +99,7 @@ class Watcher:
         """The endpoints of a pool in the last fleet."""
         return ids(self.last, pool)
 
-    def until(self, condition: Callable[[Fleet], Any], timeout: float = 10.0) -> Fleet:
+    def until(self, condition: Callable[[Fleet], Any], timeout: float = PATIENCE_S) -> Fleet:
         """The first fleet, the last one or a later, that fulfils the condition."""
         with self._news:
             met = self._news.wait_for(lambda: self.last is not None and condition(self.last), timeout)
@@ -83,13 +107,13 @@ class Watcher:
         assert self.last is not None
         return self.last
 
-    def until_ids(self, *expected: str, pool: str = "llama", timeout: float = 10.0) -> Fleet:
+    def until_ids(self, *expected: str, pool: str = "llama", timeout: float = PATIENCE_S) -> Fleet:
         return self.until(lambda fleet: ids(fleet, pool) == sorted(expected), timeout)
 
-    def until_live(self, timeout: float = 10.0) -> Fleet:
+    def until_live(self, timeout: float = PATIENCE_S) -> Fleet:
         return self.until(lambda fleet: not fleet.stale, timeout)
 
-    def until_stale(self, timeout: float = 10.0) -> Fleet:
+    def until_stale(self, timeout: float = PATIENCE_S) -> Fleet:
         return self.until(lambda fleet: fleet.stale, timeout)
 
 
@@ -106,10 +130,10 @@ def quick(url: str, **options: Any) -> EtcdConfig:
 
 
 class Writer:
-    """Puts endpoints into etcd the way an operator's script would, with no lease."""
+    """Puts endpoints into etcd the way an operator's script would, with no lease, and patiently."""
 
-    def __init__(self, config: EtcdConfig) -> None:
-        self.client = EtcdClient(config)
+    def __init__(self, config: EtcdConfig, timeout: float = 15.0) -> None:
+        self.client = EtcdClient(replace(config, timeout=timeout))
         self.prefix = config.prefix
 
     def key(self, ident: str, pool: str = "llama") -> str:
@@ -133,7 +157,7 @@ class Writer:
 
     def _again(self, write: Callable[[], None]) -> None:
         """etcd may have just come back, or lost its leader."""
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE_S
         while True:
             try:
                 return write()
