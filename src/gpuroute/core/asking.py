@@ -36,12 +36,15 @@ MAX_HASHES = 8
 UNKNOWN = 0xFFFFFFFF
 LOSSY, VERY_LOSSY = 0.15, 0.4  # asks that had to be sent again, as a share
 
-_HEADER = struct.Struct("!2sBBBxHQQ")
+_HEAD = "!2sBBBxHQQ"
+_HEADER = struct.Struct(_HEAD)
 _ASK = struct.Struct("!IB3x")
 _BID = struct.Struct("!IHHHBxIIII")
-_WHOLE_BID = struct.Struct("!2sBBBxHQQIHHHBxIIII")
 _TAKE = struct.Struct("!II")
 _TELL = struct.Struct("!II")
+_WHOLE_ASKS = tuple(struct.Struct(f"{_HEAD}IB3x{count}Q") for count in range(MAX_HASHES + 1))
+_WHOLE_BID = struct.Struct(f"{_HEAD}IHHHBxIIII")
+_WHOLE_PAIR = struct.Struct(f"{_HEAD}II")
 _NO_TAG = bytes(TAG)
 
 
@@ -65,6 +68,7 @@ class EngineState(IntEnum):
 
 
 _STATES = tuple(EngineState)
+_KIND_ASK, _KIND_BID, _KIND_TAKE, _KIND_TELL = (int(kind) for kind in Kind)
 
 
 class Garbled(GpurouteError, ValueError):
@@ -125,13 +129,23 @@ def identity_of(endpoint_id: str) -> int:
 def encode_ask(body: AskBody, id_: int, sent_ms: int, engine: int = 0, key: int = 0, secret: bytes = b"") -> bytes:
     """An ask; at most MAX_HASHES hashes are sent."""
     hashes = body.hashes[:MAX_HASHES]
-    payload = _ASK.pack(_u32(body.tokens), len(hashes)) + struct.pack(f"!{len(hashes)}Q", *hashes)
-    return _sealed(Kind.ASK, payload, id_, sent_ms, engine, key, secret)
+    count = len(hashes)
+    data = _WHOLE_ASKS[count].pack(
+        b"GR", VERSION, _KIND_ASK, key, engine, sent_ms, id_, _u32(body.tokens), count, *hashes
+    )
+    return data + (tag(data, secret) if secret else _NO_TAG)
 
 
 def encode_bid(body: BidBody, id_: int, sent_ms: int, engine: int = 0, key: int = 0, secret: bytes = b"") -> bytes:
     """The answer to an ask."""
-    payload = _BID.pack(
+    data = _WHOLE_BID.pack(
+        b"GR",
+        VERSION,
+        _KIND_BID,
+        key,
+        engine,
+        sent_ms,
+        id_,
         _u32(body.queued_tokens),
         min(body.running, 0xFFFF),
         min(body.waiting, 0xFFFF),
@@ -142,18 +156,21 @@ def encode_bid(body: BidBody, id_: int, sent_ms: int, engine: int = 0, key: int 
         body.epoch & UNKNOWN,
         _u32(body.prefill_us),
     )
-    return _sealed(Kind.BID, payload, id_, sent_ms, engine, key, secret)
+    return data + (tag(data, secret) if secret else _NO_TAG)
 
 
 def encode_take(body: TakeBody, id_: int, sent_ms: int, engine: int = 0, key: int = 0, secret: bytes = b"") -> bytes:
     """The call of this id comes to that engine."""
-    return _sealed(Kind.TAKE, _TAKE.pack(_u32(body.uncached), _u32(body.tokens)), id_, sent_ms, engine, key, secret)
+    head = b"GR", VERSION, _KIND_TAKE, key, engine, sent_ms, id_
+    data = _WHOLE_PAIR.pack(*head, _u32(body.uncached), _u32(body.tokens))
+    return data + (tag(data, secret) if secret else _NO_TAG)
 
 
 def encode_tell(body: TellBody, id_: int, sent_ms: int, engine: int = 0, key: int = 0, secret: bytes = b"") -> bytes:
     """The first token of this id is here."""
-    payload = _TELL.pack(_u32(body.ttft_us), _maybe(body.cached_tokens))
-    return _sealed(Kind.TELL, payload, id_, sent_ms, engine, key, secret)
+    head = b"GR", VERSION, _KIND_TELL, key, engine, sent_ms, id_
+    data = _WHOLE_PAIR.pack(*head, _u32(body.ttft_us), _maybe(body.cached_tokens))
+    return data + (tag(data, secret) if secret else _NO_TAG)
 
 
 def open_message(data: bytes, secrets: Sequence[bytes] = ()) -> tuple[Header, bytes]:
@@ -194,19 +211,22 @@ def decode_bid(body: bytes) -> BidBody:
     return BidBody(queued, running, waiting, kv / 0xFFFF, engine_state, _known(matched), identity, epoch, prefill)
 
 
-def read_bid(data: bytes, secret: bytes = b"") -> tuple[int, BidBody]:
-    """Engine number and body of a bid: `open_message` and `decode_bid` in one step, for those who get six a call."""
+def read_bid(data: bytes, secret: bytes = b"") -> tuple[int, int, int, int, float, EngineState, int, int, int]:
+    """`open_message` and `decode_bid` in one step, for those who get six a call. Raises Garbled.
+
+    Engine number, queued tokens, running, waiting, KV use, state, matched tokens (-1: unknown), identity and epoch.
+    """
     if len(data) != _WHOLE_BID.size + TAG:
         raise Garbled(f"{len(data)} bytes are not a bid")
-    (magic, version, kind, key, engine, _, _, queued, running, waiting, kv, state, matched, identity, epoch, prefill) = (
+    (magic, version, kind, key, engine, _, _, queued, running, waiting, kv, state, matched, identity, epoch, _) = (
         _WHOLE_BID.unpack_from(data)
     )
-    if magic != b"GR" or version != VERSION or kind != Kind.BID or state >= len(_STATES):
+    if kind != _KIND_BID or magic != b"GR" or version != VERSION or state >= len(_STATES):
         raise Garbled(f"not a bid of version {VERSION}")
     if secret and (key or not hmac.compare_digest(data[-TAG:], tag(data[:-TAG], secret))):
         raise Garbled("the tag does not match")
-    known = None if matched == UNKNOWN else matched
-    return engine, BidBody(queued, running, waiting, kv / 0xFFFF, _STATES[state], known, identity, epoch, prefill)
+    known = -1 if matched == UNKNOWN else matched
+    return engine, queued, running, waiting, kv / 0xFFFF, _STATES[state], known, identity, epoch
 
 
 def decode_take(body: bytes) -> TakeBody:
@@ -218,11 +238,6 @@ def decode_tell(body: bytes) -> TellBody:
     """The body of a tell. Raises Garbled."""
     ttft_us, cached = _fixed(_TELL, body)
     return TellBody(ttft_us, _known(cached))
-
-
-def _sealed(kind: Kind, payload: bytes, id_: int, sent_ms: int, engine: int, key: int, secret: bytes) -> bytes:
-    data = _HEADER.pack(b"GR", VERSION, kind, key, engine, sent_ms, id_) + payload
-    return data + (tag(data, secret) if secret else _NO_TAG)
 
 
 def _fixed(layout: struct.Struct, body: bytes) -> tuple[int, ...]:
