@@ -43,6 +43,12 @@ def _is_ok(inner: Any) -> bool:
     return at_once(inner.code()) is StatusCode.OK if below is None else below.is_ok()
 
 
+def _is_cancelled_here(inner: Any) -> bool:
+    """True if a call that has ended was cancelled on this side; `cancelled()` is true of a server's CANCELLED, too."""
+    below = getattr(inner, "_cython_call", None)
+    return bool(inner.cancelled() if below is None else below.is_locally_cancelled())
+
+
 class Requests:
     """The caller's request messages, of which the first can be sent again if it never left (see `grpc_flight`)."""
 
@@ -211,7 +217,7 @@ class Flight:
             if _is_ok(inner) and not self._cancelled:
                 rpc.succeeded(at_once(inner.trailing_metadata()) if rpc.peer.deaf <= 0 else None)
                 return True
-            if self._cancelled or inner.cancelled() or rpc.hub.closed:
+            if self._cancelled or _is_cancelled_here(inner) or rpc.hub.closed:
                 rpc.cancelled()
                 return True
             code, details = at_once(inner.code()), at_once(inner.details())

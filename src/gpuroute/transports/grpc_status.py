@@ -38,12 +38,14 @@ OUTCOMES = {
 """Every other code describes the request: REJECTED, never repeated, never held against the endpoint."""
 
 # Codes whose failure may be repeated although the application may have acted on the request.
-REPEATED = frozenset({StatusCode.UNAVAILABLE, StatusCode.RESOURCE_EXHAUSTED, StatusCode.NOT_FOUND})
+# CANCELLED is what MLServer tells the calls that run when it gets its SIGTERM (measured, 1.7).
+REPEATED = frozenset(
+    {StatusCode.UNAVAILABLE, StatusCode.RESOURCE_EXHAUSTED, StatusCode.NOT_FOUND, StatusCode.CANCELLED}
+)
 REPEATED_IF_SAFE = REPEATED | {
     StatusCode.UNKNOWN,
     StatusCode.INTERNAL,
     StatusCode.DATA_LOSS,
-    StatusCode.CANCELLED,
     StatusCode.DEADLINE_EXCEEDED,
 }
 
@@ -95,7 +97,8 @@ def judge(code: StatusCode, details: str | None, trailing: Metadata) -> Verdict:
     pushback, stop = read_pushback(trailing) if trailing else (None, False)
     if pushback is not None and outcome is Outcome.FAILED:
         outcome = Outcome.OVERLOADED
-    answered = not any(part in text for part in _TRANSPORT) and outcome is not Outcome.TIMED_OUT
+    silent = code is StatusCode.CANCELLED or outcome is Outcome.TIMED_OUT
+    answered = not silent and not any(part in text for part in _TRANSPORT)
     return Verdict(outcome, answered=answered, retry_after=pushback, stop=stop)
 
 
