@@ -12,8 +12,10 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from gpuroute.core.attempt import Phase
 from gpuroute.core.history import prompt_units
 from gpuroute.core.learning import learn_silence
+from gpuroute.core.outcome import Outcome
 from gpuroute.core.speed import shrunk
 from gpuroute.errors import ConfigError
 
@@ -86,9 +88,23 @@ def due_after(call: Call, attempt: Attempt) -> float:
     return min(rules.hedge_after(high), rules.reroute_after(prefill) if attempt.promised is None else math.inf)
 
 
+def overtaken(call: Call, attempt: Attempt) -> bool:
+    """True if another attempt of the call answers already: this one must not be sent any more."""
+    return any(
+        other.first is not None and other.outcome in (None, Outcome.SUCCESS)
+        for other in call.history
+        if other is not attempt
+    )
+
+
 def second_attempt(call: Call, now: float) -> Attempt | None:
-    """Start an attempt beside the live one, paid by the budget of its kind and by the common one; None if not allowed."""
+    """Start an attempt beside the live one, paid by the budget of its kind and by the common one; None if not allowed.
+
+    Not beside one that answers by now, or has failed: the timer and the first byte may come in the same moment.
+    """
     pool, signals, hedges = call.pool, call.pool.shared.signals, call.hedging.hedge
+    if call.history[-1].phase >= Phase.STREAMING:
+        return None
     if not hedges:
         last = call.history[-1]
         learn_silence(last.state, last.started, now)

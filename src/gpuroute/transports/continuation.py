@@ -243,7 +243,9 @@ class _Joint:
         if trip is None or not self._seam.can_resume:
             raise error
         body = self._seam.cut()
-        if body is not None and not trip.again:
+        if body is None:
+            self._route.conclude(self._driver.router.clock())
+        elif not trip.again:
             raise error
         return body
 

@@ -31,11 +31,19 @@ def patience_left(first: Trip) -> float | None:
     return max(0.0, after - (first.settled.clock() - first.attempt.started))
 
 
+def goes_on(last: Trip, *, again: bool) -> bool:
+    """Whether another attempt follows a race, now that its last one is heard.
+
+    Which of two failures ends the call is decided where they end (`Call.finish`); they may be heard the other way round.
+    """
+    return again and last.lost and len(last.call.history) < last.call.attempts
+
+
 async def race_tasks(
     first: Trip, run: Callable[[Trip], Coroutine[Any, Any, Any]], second: Callable[[Trip], Trip | None]
 ) -> Any:
     """What `run(first)` gives, or `run` of a second attempt if that is quicker; `first.again` is then the winner's."""
-    live = {asyncio.ensure_future(run(first)): first}
+    live, again = {asyncio.ensure_future(run(first)): first}, False
     timeout = patience_left(first)
     try:
         while True:
@@ -43,8 +51,9 @@ async def race_tasks(
             timeout = None
             for task in done:
                 trip = live.pop(task)
+                again = again or trip.again
                 if not (trip.lost and live):
-                    first.again = trip.again
+                    first.again = goes_on(trip, again=again)
                     return task.result()
             if not done and (other := second(first)) is not None:
                 live[asyncio.ensure_future(run(other))] = other
@@ -57,7 +66,7 @@ async def race_tasks(
 def race_threads(first: Trip, run: Callable[[Trip], Any], second: Callable[[Trip], Trip | None]) -> Any:
     """The same for a thread: each attempt runs in one of its own, and the caller's thread waits."""
     ended: queue.SimpleQueue[tuple[Trip, Any, BaseException | None]] = queue.SimpleQueue()
-    live = {first}
+    live, again = {first}, False
     _begin(first, run, ended)
     timeout = patience_left(first)
     try:
@@ -71,10 +80,11 @@ def race_threads(first: Trip, run: Callable[[Trip], Any], second: Callable[[Trip
                     _begin(other, run, ended)
                 continue
             live.discard(trip)
+            again = again or trip.again
             if error is not None:
                 raise error
             if not (trip.lost and live):
-                first.again = trip.again
+                first.again = goes_on(trip, again=again)
                 return result
     finally:
         for trip in live:

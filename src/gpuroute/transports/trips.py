@@ -11,6 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+from gpuroute.core.hedge import overtaken
 from gpuroute.core.locality import learn_round_trip
 from gpuroute.core.outcome import Outcome
 from gpuroute.core.retry_after import parse_retry_after, parse_retry_after_ms
@@ -126,7 +127,7 @@ class Trip:
     """One attempt: owns its connection until the response's end, and ends exactly once. One task or thread at a time."""
 
     __slots__ = (
-        "_extra", "_token", "again", "attempt", "call", "connect_s", "connection", "link", "out", "pools", "resent",
+        "_extra", "_token", "again", "attempt", "beaten", "call", "connect_s", "connection", "link", "out", "pools", "resent",
         "route", "settled", "silent", "watch",
     )  # fmt: skip
 
@@ -138,7 +139,7 @@ class Trip:
         self.attempt = attempt
         self.link = link
         self.pools = pools
-        self.again = False
+        self.again = self.beaten = False
         self.connection: Connection | None = None
         self.watch: Watch | None = None
         self.connect_s: float | None = None
@@ -208,6 +209,8 @@ class Trip:
             connection.wire.begin(until, rules.first_floor_s, self._patience)
         else:
             connection.wire.begin(until)
+        if len(call.history) > 1 and overtaken(call, self.attempt):
+            self.lose()
         if self.attempt.outcome is not None:  # it lost a race while it was connecting
             self.drop()
             raise self.settled.library.core.ConnectError("the call went on elsewhere")
@@ -347,7 +350,7 @@ class Trip:
 
     def lose(self) -> None:
         """Another attempt of this call answered first: hang up, from any thread, and teach nothing."""
-        attempt = self.attempt
+        attempt, self.beaten = self.attempt, True
         if attempt.first is None and attempt.number < len(self.call.history) and attempt.outcome is None:
             self.call.pool.stalled(attempt, self.settled.clock(), outpaced=True)
         self.end(Outcome.CANCELLED, "another attempt was quicker")
@@ -359,7 +362,7 @@ class Trip:
     def lost(self) -> bool:
         """True if it ended so that another attempt may do better."""
         outcome = self.attempt.outcome
-        return outcome is not None and outcome.retryable
+        return self.beaten or (outcome is not None and outcome.retryable)
 
     def cancelled(self, reason: str = "closed early") -> None:
         """The caller lost interest: hang up, and teach nothing."""
