@@ -15,13 +15,14 @@ import sys
 import threading
 import time
 from concurrent import futures
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
 import trustme
-from world import Manner, Server, drained, in_flight, method, refused_url, router_of, servers, soon
+from world import PATIENT, Manner, Server, drained, in_flight, method, refused_url, router_of, servers, soon
 
 import gpuroute
 import gpuroute.grpc
@@ -36,7 +37,9 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.real_time
 
 HERE = Path(__file__).parent
-QUICK_PINGS = (("grpc.keepalive_time_ms", 1000), ("grpc.http2.ping_timeout_ms", 500))
+OFTEN = (("grpc.keepalive_time_ms", 1000), ("grpc.http2.ping_timeout_ms", 30_000))
+"""Pings whose answers may take their time: the machine may stand still for a while."""
+QUICK_PINGS = (*OFTEN[:1], ("grpc.http2.ping_timeout_ms", 500))
 
 
 @pytest.fixture(params=["blocking", "asyncio"])
@@ -169,16 +172,20 @@ def test_authority_is_the_endpoints() -> None:
             peer, _ = listener.accept()
             with peer:
                 peer.sendall(b"\0\0\0\4\0\0\0\0\0")
-                peer.settimeout(5)
+                peer.settimeout(30)
                 while method("Who").encode() not in heard or b"gpu-7.example" not in heard:
-                    heard.extend(peer.recv(4096))
+                    part = peer.recv(4096)
+                    heard.extend(part)
+                    if not part:
+                        return
 
         thread = threading.Thread(target=listen)
         thread.start()
         url = f"grpc://127.0.0.1:{listener.getsockname()[1]}"
-        with gpuroute.grpc.channel(router_of(Endpoint("a", url, authority="gpu-7.example")), "p") as channel:
+        router = router_of(Endpoint("a", url, authority="gpu-7.example"), attempts=1)
+        with gpuroute.grpc.channel(router, "p") as channel:
             with pytest.raises(grpc.RpcError):
-                channel.unary_unary(method("Who"))(b"", timeout=1)
+                channel.unary_unary(method("Who"))(b"", timeout=30)
         thread.join()
     assert b"gpu-7.example" in heard
 
@@ -213,9 +220,11 @@ def process() -> Iterator[Callable[[str], tuple[subprocess.Popen[str], str]]]:
 def test_a_frozen_peer_is_found_out(pings: Any, process: Any) -> None:
     """By HTTP/2 pings: by default 10 s after the last word, and 2.5 s without an answer; twice that on a busy machine."""
     child, url = process("frozen")
-    router = router_of(url, attempts=1, watchdog=False)
+    router = router_of(url, connect_timeout="2s")
     with gpuroute.grpc.channel(router, "p", options=pings) as channel:
         assert channel.unary_unary(method("Who"))(b"", timeout=30) == b"frozen"
+        pool = router.pool("p")
+        pool.rules = replace(pool.rules, retry=replace(pool.rules.retry, attempts=1))
         call = channel.unary_unary(method("Slow")).future(b"", timeout=90)
         assert soon(lambda: in_flight(router) == 1)
         began = time.monotonic()
@@ -273,7 +282,7 @@ def test_a_reset_under_a_call_moves_it_and_under_a_stream_ends_it(manner: Manner
     with servers(2) as (first, second), futures.ThreadPoolExecutor(2) as pool:
         between = Between(first)
         registry = FakeRegistry({"p": [between.url]})
-        router = gpuroute.Router(registry, breaker_failures=1000)
+        router = gpuroute.Router(registry, **PATIENT)
         with gpuroute.grpc.channel(router, "p") as channel:
             stream = channel.unary_stream(method("Count"))(b"2 wait", timeout=90)
             assert [next(stream), next(stream)] == [b"0", b"1"]
@@ -296,7 +305,7 @@ def test_long_silence_does_not_end_in_too_many_pings() -> None:
         ends: dict[str, Any] = {}
 
         def read(name: str, options: Any) -> None:
-            with gpuroute.grpc.channel(router_of(server.url, watchdog=False), "p", options=options) as channel:
+            with gpuroute.grpc.channel(router_of(server.url), "p", options=options) as channel:
                 call = channel.unary_stream(method("Count"))(b"1 wait")
                 ends[name] = None
                 try:
@@ -304,12 +313,12 @@ def test_long_silence_does_not_end_in_too_many_pings() -> None:
                 except grpc.RpcError as error:
                     ends[name] = error
 
-        ours = threading.Thread(target=read, args=("ours", QUICK_PINGS))
-        unlimited = (*QUICK_PINGS, ("grpc.http2.max_pings_without_data", 0))
+        ours = threading.Thread(target=read, args=("ours", OFTEN))
+        unlimited = (*OFTEN, ("grpc.http2.max_pings_without_data", 0))
         theirs = threading.Thread(target=read, args=("unlimited", unlimited))
         ours.start()
         theirs.start()
-        assert soon(lambda: ends.get("unlimited") is not None)
+        assert soon(lambda: ends.get("unlimited") is not None and "ours" in ends)
         assert "too many pings" in ends["unlimited"].details().lower().replace("_", " ")
         assert ends["ours"] is None, "it was sent away too"
         server.service.release.set()
@@ -368,7 +377,9 @@ def test_g4_goaway_by_age_costs_no_call_and_executes_none_twice(grace: int) -> N
     one, the server cuts calls in progress, which the default repeats."""
     options = (("grpc.max_connection_age_ms", 300), ("grpc.max_connection_age_grace_ms", grace))
     with servers(2, options=options) as running:
-        router = router_of(*(server.url for server in running))
+        # A busy machine may need longer for a call than a connection lives: it is cut again and again.
+        more = {} if grace else {"attempts": 20, "retry_floor": "1000/s"}
+        router = router_of(*(server.url for server in running), **more)
         sent, failed = [0], collections.Counter[str]()
         until = time.monotonic() + 1.5
 
@@ -392,24 +403,28 @@ def test_g4_goaway_by_age_costs_no_call_and_executes_none_twice(grace: int) -> N
 
 
 def test_g4_a_stream_across_the_age_limit_is_cut_and_not_replayed() -> None:
-    options = (("grpc.max_connection_age_ms", 200), ("grpc.max_connection_age_grace_ms", 200))
-    with servers(2, options=options) as running:
-        router = router_of(*(server.url for server in running))
-        messages, error = Manner("blocking").stream(router, "Count", b"2 wait", timeout=30)
-        assert messages == [b"0", b"1"]
-        assert error.code() is grpc.StatusCode.UNAVAILABLE
-        assert sum(server.service.received for server in running) == 1
+    for age in (200, 800, 3200):  # until both messages have come before the end, which is a matter of the machine
+        options = (("grpc.max_connection_age_ms", age), ("grpc.max_connection_age_grace_ms", age))
+        with servers(2, options=options) as running:
+            router = router_of(*(server.url for server in running))
+            messages, error = Manner("blocking").stream(router, "Count", b"2 wait", timeout=30)
+            assert error.code() is grpc.StatusCode.UNAVAILABLE
+            assert messages == [b"0", b"1"][: len(messages)]
+            received = sum(server.service.received for server in running)
+        if len(messages) == 2 and received == 1:
+            return
+    assert (messages, received) == ([b"0", b"1"], 1)
 
 
 # ------------------------------------------------------------------------------------------ fork (case G1)
 
 FORK = """
-import json, os, sys, time
+import json, os, sys
 import grpc, world, gpuroute, gpuroute.grpc
 from gpuroute.testing import FakeRegistry
 
 urls, warm = json.loads(sys.argv[1]), sys.argv[2] == "warm"
-router = gpuroute.Router(FakeRegistry({"p": urls}), policy="random")
+router = gpuroute.Router(FakeRegistry({"p": urls}), **world.PATIENT, policy="random")
 channel = gpuroute.grpc.channel(router, "p")
 call = channel.unary_unary(world.method("Who"))
 if warm:
@@ -419,13 +434,11 @@ for _ in range(4):
     read, write = os.pipe()
     pid = os.fork()
     if not pid:
-        began = time.monotonic()
         try:
-            answers = [call(b"", timeout=20).decode() for _ in range(20)]
+            answers = [call(b"", timeout=60).decode() for _ in range(20)]
             result = {"answers": answers, "in_flight": world.in_flight(router)}
         except BaseException as error:
             result = {"error": repr(error)}
-        result["took"] = time.monotonic() - began
         os.write(write, json.dumps(result).encode())
         os._exit(0)
     os.close(write)
@@ -450,7 +463,7 @@ def test_g1_forked_children_call_and_never_hang(state: str, process: Any) -> Non
         cwd=HERE,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=110,
         check=False,
         env={key: value for key, value in os.environ.items() if key != "GRPC_ENABLE_FORK_SUPPORT"},
     )
@@ -461,7 +474,6 @@ def test_g1_forked_children_call_and_never_hang(state: str, process: Any) -> Non
         assert "error" not in child, child
         assert len(child["answers"]) == 20
         assert child["in_flight"] == 0
-        assert child["took"] < 60
     orders = {tuple(child["answers"]) for child in found["children"]}
     assert len(orders) > 1, "all children draw the same random numbers"
 
@@ -471,7 +483,7 @@ def test_g1_asyncio_in_a_forked_child(process: Any) -> None:
     code = """
 import asyncio, os, sys, world, gpuroute, gpuroute.grpc.aio
 from gpuroute.testing import FakeRegistry
-router = gpuroute.Router(FakeRegistry({"p": [sys.argv[1]]}))
+router = gpuroute.Router(FakeRegistry({"p": [sys.argv[1]]}), **world.PATIENT)
 channel = gpuroute.grpc.aio.channel(router, "p")
 call = channel.unary_unary(world.method("Who"))
 async def run():
@@ -483,7 +495,7 @@ status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 assert asyncio.run(run()) == b"s0"
 os._exit(status)
 """
-    done = subprocess.run([sys.executable, "-c", code, url], cwd=HERE, timeout=60, check=False, capture_output=True)
+    done = subprocess.run([sys.executable, "-c", code, url], cwd=HERE, timeout=110, check=False, capture_output=True)
     assert done.returncode == 0, done.stderr
 
 
@@ -499,8 +511,8 @@ def test_a_pool_is_ready_when_one_endpoint_is() -> None:
             heard: list[grpc.ChannelConnectivity] = []
             channel.subscribe(heard.append, try_to_connect=True)
             grpc.channel_ready_future(channel).result(timeout=30)
+            assert soon(lambda: heard and heard[-1] is grpc.ChannelConnectivity.READY)
             assert heard[0] is grpc.ChannelConnectivity.IDLE
-            assert soon(lambda: heard[-1] is grpc.ChannelConnectivity.READY)
 
 
 def test_a_pool_is_ready_in_asyncio_when_one_endpoint_is() -> None:

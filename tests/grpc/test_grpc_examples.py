@@ -22,7 +22,7 @@ def test_an_example_runs(name: str) -> None:
         env={**os.environ, "GRPC_VERBOSITY": "ERROR"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=110,
         check=False,
     )
     assert done.returncode == 0, done.stderr

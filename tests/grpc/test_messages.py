@@ -143,6 +143,6 @@ def test_large_tensors_cost_nothing() -> None:
 
 
 def _seconds(request: bytes) -> float:
-    began = time.perf_counter()
+    began = time.thread_time()  # the machine may have other things to do
     read_message(INFER, request)
-    return time.perf_counter() - began
+    return time.thread_time() - began

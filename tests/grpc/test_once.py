@@ -39,7 +39,7 @@ def received(running: list[Server]) -> int:
 
 
 def router_to(running: list[Server], **settings: Any) -> gpuroute.Router:
-    return router_of(*(server.url for server in running), retry_floor="100000/s", **settings)
+    return router_of(*(server.url for server in running), watchdog=True, retry_floor="100000/s", **settings)
 
 
 def held_until(monkeypatch: pytest.MonkeyPatch, acted: Any) -> None:

@@ -86,7 +86,7 @@ async def unary_not_awaited(channel: Any, service: Any) -> Any:
     call = channel.unary_unary(method("Echo"))(b"one")
     told: asyncio.Queue[Any] = asyncio.Queue()
     call.add_done_callback(told.put_nowait)
-    same = await asyncio.wait_for(told.get(), 5) is call
+    same = await asyncio.wait_for(told.get(), 30) is call
     late: list[Any] = []
     call.add_done_callback(late.append)
     return same, late == [call], await call
@@ -311,7 +311,7 @@ async def chat_cancelled(channel: Any, service: Any) -> Any:
 
 async def connectivity(channel: Any, service: Any) -> Any:
     idle = channel.get_state()
-    await asyncio.wait_for(channel.channel_ready(), 5)
+    await asyncio.wait_for(channel.channel_ready(), 30)
     return idle, channel.get_state(), await channel.unary_unary(method("Echo"))(b"x")
 
 

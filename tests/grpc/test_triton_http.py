@@ -67,7 +67,7 @@ class _Handler(BaseHTTPRequestHandler):
         with server.counting:
             server.at_once += 1
             server.most_at_once = max(server.most_at_once, server.at_once)
-        server.hold.wait(20)
+        server.hold.wait(60)
         with server.counting:
             server.at_once -= 1
         output = {"name": "server", "datatype": "BYTES", "shape": [1], "data": [server.name]}

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import grpc
-from ports import own_port
 
 import gpuroute
 import gpuroute.grpc
@@ -197,6 +196,8 @@ def servers(count: int, **how: Any) -> Iterator[list[Server]]:
 
 def refused_url() -> str:
     """A URL at which nobody listens."""
+    from ports import own_port  # which the processes that tests start do not find
+
     return f"grpc://127.0.0.1:{own_port()}"
 
 
