@@ -388,6 +388,24 @@ def test_x3_a_pool_that_is_gone_does_not_hide_the_one_that_serves_its_model() ->
     assert router.resolve("lg") == "lg"
 
 
+def test_names_of_pools_that_are_gone_are_forgotten_at_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpuroute.pools.MAX_GONE", 3)
+    registry = FakeRegistry({"stays": named("s")})
+    router = make(registry)
+    router.ready()
+    for number in range(10):
+        registry.set({"stays": named("s"), f"job-{number}": named("b")})
+    registry.set({"stays": named("s"), "job-7": named("b")})
+    assert set(router.snapshot().pools) == {"stays", "job-6", "job-7", "job-8", "job-9"}
+    with pytest.raises(NoEndpointAvailable):
+        router.call("job-9").next_attempt(router.clock())
+    with pytest.raises(UnknownPool):
+        router.call("job-1")
+    assert router.call("job-7").next_attempt(router.clock()).endpoint.id == "b"
+    registry.set({"stays": named("s"), "job-1": named("b")})
+    assert router.call("job-1").next_attempt(router.clock()).endpoint.id == "b", "it is a new one"
+
+
 def test_x3_before_the_first_view_it_is_not_the_model_that_is_unknown() -> None:
     with pytest.raises(RegistryUnavailable):
         make(FakeRegistry()).resolve("small")

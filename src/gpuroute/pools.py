@@ -31,6 +31,11 @@ if TYPE_CHECKING:
     from gpuroute.core.endpoint import Endpoint
 
 
+MAX_GONE = 1_000
+"""Pools whose record is gone that are remembered by name: their calls hear that nobody is there, and if they come back
+they are what they were."""
+
+
 class Pools:
     """`by_protocol`: pools by name that a client of that protocol may use; under None whatever there is, HTTP first."""
 
@@ -41,10 +46,11 @@ class Pools:
         self._random = random
         self._parts: dict[str, dict[str, Pool]] = {}  # by name and protocol
         self._resting: dict[tuple[str, str], Pool] = {}  # without endpoints of their protocol, which may come back
+        self._gone: dict[str, None] = {}  # names without a record, which may come back
 
     def adopt(self, fleet: Fleet, now: float) -> None:
         """Become the pools of this view; endpoints that stay keep their state."""
-        rules, parts = self._rules(), dict(self._parts)
+        rules, parts = self._rules(), self._kept(fleet)
         for name in [*fleet.pools, *(name for name in parts if name not in fleet.pools)]:
             spec = fleet.pools.get(name) or PoolSpec(name)
             before = parts.get(name, {})
@@ -67,6 +73,18 @@ class Pools:
             HTTP: http,
             GRPC: main | {name: part[GRPC] for name, part in parts.items() if GRPC in part},
         }
+
+    def _kept(self, fleet: Fleet) -> dict[str, dict[str, Pool]]:
+        """What is known by name, the longest without a record first to be forgotten."""
+        for name in fleet.pools:
+            self._gone.pop(name, None)
+        self._gone |= dict.fromkeys(name for name in self._parts if name not in fleet.pools and name not in self._gone)
+        for name in tuple(self._gone)[: max(0, len(self._gone) - MAX_GONE)]:
+            del self._gone[name]
+            for protocol in (HTTP, GRPC):
+                self._resting.pop((name, protocol), None)
+                self.subsets.forget(_part_name(name, protocol, self._parts[name]))
+        return {name: part for name, part in self._parts.items() if name in fleet.pools or name in self._gone}
 
     def _back(self, name: str, wanted: Mapping[str, PoolSpec]) -> list[str]:
         """Protocols that this pool had before, lost, and has again."""

@@ -77,6 +77,7 @@ def test_engines_bid_for_themselves(engines: list[Engine], how: str) -> None:
         if name in asking.bids:
             assert asking.bids[name].queued_tokens == queued
             assert asking.bids[name].matched_tokens == -1
+            assert asking.bids[name].source == "engine:READY"
     attempt = call.next_attempt(router.clock())
     asking.take(attempt)
     asking.tell(attempt, 0.1)

@@ -8,6 +8,7 @@ import os
 import socket
 import threading
 import time
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -20,7 +21,7 @@ from gpuroute.agent.desk import Desk
 from gpuroute.config import Settings
 from gpuroute.core.asking import EngineState, Kind, open_message
 from gpuroute.core.endpoint import Endpoint
-from gpuroute.core.fleet import Fleet, PoolSpec
+from gpuroute.core.fleet import Fleet, PoolConfig, PoolSpec
 from gpuroute.core.outcome import Outcome
 from gpuroute.router import Router
 from gpuroute.testing import FakeRegistry
@@ -185,6 +186,22 @@ def test_who_does_not_answer_is_asked_again_and_takes_are_said_twice_where_messa
         assert sum(desk.takes for desk in agent.desks) <= 8, "but none of them counts twice"
 
 
+@both
+def test_where_most_messages_get_lost_asks_are_repeated_too(how: str) -> None:
+    heard: Counter[tuple[int, int]] = Counter()
+
+    def three_times(data: bytes) -> bool:
+        """The first three asks of a call are lost: an ask and two repetitions."""
+        header = open_message(data)[0]
+        heard[header.id, header.engine] += header.kind is Kind.ASK
+        return header.kind is Kind.ASK and heard[header.id, header.engine] <= 3
+
+    with AgentThread(desks(2), lose=three_times) as agent:
+        router, asker = router_of(agent.endpoints())
+        asker.loss = 1.0
+        assert asked(asker, call_of(router), how).bids
+
+
 def test_a_late_bid_still_teaches() -> None:
     with AgentThread(desks(2)) as agent:
         router, asker = router_of(agent.endpoints())
@@ -315,6 +332,19 @@ def test_hashes_are_sent_only_where_the_pool_opts_in_and_differ_between_tenants(
     (first,), (second,) = by_setting[2:]
     assert len({ladder, first, second}) == 3
     assert not {*first} & {*second}
+
+
+@pytest.mark.parametrize("pool", [None, True, False])
+@pytest.mark.parametrize("client", [None, True, False])
+def test_hashes_are_sent_where_somebody_says_yes_and_nobody_says_no(pool: bool | None, client: bool | None) -> None:
+    config = PoolConfig(options={} if pool is None else {"ask_hashes": pool})
+    registry = FakeRegistry()
+    registry.set(Fleet({"p": PoolSpec("p", (Endpoint("gpu-0", "http://127.0.0.1:1"),), config)}))
+    with Router(registry, **({} if client is None else {"ask_hashes": client})) as router:
+        asker = asker_of(router)
+        assert asker is not None
+        said = [one for one in (pool, client) if one is not None]
+        assert bool(asker.hashes(call_of(router, ladder=(1, 2, 3)))) is (bool(said) and all(said))
 
 
 # ---------------------------------------------------------------------------------------------- threads, loops, forks

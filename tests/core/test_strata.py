@@ -98,6 +98,21 @@ def test_agents_that_nobody_hears_are_none() -> None:
     assert candidates() > 3
 
 
+def test_engines_that_answer_for_themselves_are_no_agents_that_are_heard() -> None:
+    """Else a pool whose agents are all silent would be taken for one that can be asked."""
+    world = stage(5, 20)
+    picker = world.pool.snapshot.picker
+    assert isinstance(picker, Soonest)
+    alike = []
+    for n in range(40 * LOOK):
+        states = picker.candidates(Ask(None, ladders(n), 5_000))
+        for state in states:
+            if not state.endpoint.agent:
+                learn_bid(state, Report(world.clock(), 1, 0, 0, source="engine:READY"), 0.0)
+        alike.append(len({bool(state.endpoint.agent) for state in states}) == 1)
+    assert not all(alike[-LOOK:]), "the pool is routed as one without agents"
+
+
 def test_where_everybody_is_closed_in_one_part_the_other_one_serves() -> None:
     world = stage(2, 8)
     for n in range(2):

@@ -40,8 +40,7 @@ _HEAD = "!2sBBBxHQQ"
 _HEADER = struct.Struct(_HEAD)
 _ASK = struct.Struct("!IB3x")
 _BID = struct.Struct("!IHHHBxIIII")
-_TAKE = struct.Struct("!II")
-_TELL = struct.Struct("!II")
+_PAIR = struct.Struct("!II")
 _WHOLE_ASKS = tuple(struct.Struct(f"{_HEAD}IB3x{count}Q") for count in range(MAX_HASHES + 1))
 _WHOLE_BID = struct.Struct(f"{_HEAD}IHHHBxIIII")
 _WHOLE_PAIR = struct.Struct(f"{_HEAD}II")
@@ -129,23 +128,15 @@ def identity_of(endpoint_id: str) -> int:
 def encode_ask(body: AskBody, id_: int, sent_ms: int, engine: int = 0, key: int = 0, secret: bytes = b"") -> bytes:
     """An ask; at most MAX_HASHES hashes are sent."""
     hashes = body.hashes[:MAX_HASHES]
-    count = len(hashes)
-    data = _WHOLE_ASKS[count].pack(
-        b"GR", VERSION, _KIND_ASK, key, engine, sent_ms, id_, _u32(body.tokens), count, *hashes
-    )
+    head = b"GR", VERSION, _KIND_ASK, key, engine, sent_ms, id_
+    data = _WHOLE_ASKS[len(hashes)].pack(*head, _u32(body.tokens), len(hashes), *hashes)
     return data + (tag(data, secret) if secret else _NO_TAG)
 
 
 def encode_bid(body: BidBody, id_: int, sent_ms: int, engine: int = 0, key: int = 0, secret: bytes = b"") -> bytes:
     """The answer to an ask."""
     data = _WHOLE_BID.pack(
-        b"GR",
-        VERSION,
-        _KIND_BID,
-        key,
-        engine,
-        sent_ms,
-        id_,
+        *(b"GR", VERSION, _KIND_BID, key, engine, sent_ms, id_),
         _u32(body.queued_tokens),
         min(body.running, 0xFFFF),
         min(body.waiting, 0xFFFF),
@@ -161,15 +152,14 @@ def encode_bid(body: BidBody, id_: int, sent_ms: int, engine: int = 0, key: int 
 
 def encode_take(body: TakeBody, id_: int, sent_ms: int, engine: int = 0, key: int = 0, secret: bytes = b"") -> bytes:
     """The call of this id comes to that engine."""
-    head = b"GR", VERSION, _KIND_TAKE, key, engine, sent_ms, id_
-    data = _WHOLE_PAIR.pack(*head, _u32(body.uncached), _u32(body.tokens))
+    data = _WHOLE_PAIR.pack(b"GR", VERSION, _KIND_TAKE, key, engine, sent_ms, id_, _u32(body.uncached), _u32(body.tokens))
     return data + (tag(data, secret) if secret else _NO_TAG)
 
 
 def encode_tell(body: TellBody, id_: int, sent_ms: int, engine: int = 0, key: int = 0, secret: bytes = b"") -> bytes:
     """The first token of this id is here."""
-    head = b"GR", VERSION, _KIND_TELL, key, engine, sent_ms, id_
-    data = _WHOLE_PAIR.pack(*head, _u32(body.ttft_us), _maybe(body.cached_tokens))
+    ttft_us, cached = _u32(body.ttft_us), _maybe(body.cached_tokens)
+    data = _WHOLE_PAIR.pack(b"GR", VERSION, _KIND_TELL, key, engine, sent_ms, id_, ttft_us, cached)
     return data + (tag(data, secret) if secret else _NO_TAG)
 
 
@@ -204,18 +194,14 @@ def decode_ask(body: bytes) -> AskBody:
 def decode_bid(body: bytes) -> BidBody:
     """The body of a bid. Raises Garbled."""
     queued, running, waiting, kv, state, matched, identity, epoch, prefill = _fixed(_BID, body)
-    try:
-        engine_state = EngineState(state)
-    except ValueError:
-        raise Garbled(f"state {state} is unknown") from None
-    return BidBody(queued, running, waiting, kv / 0xFFFF, engine_state, _known(matched), identity, epoch, prefill)
+    if state >= len(_STATES):
+        raise Garbled(f"state {state} is unknown")
+    return BidBody(queued, running, waiting, kv / 0xFFFF, _STATES[state], _known(matched), identity, epoch, prefill)
 
 
 def read_bid(data: bytes, secret: bytes = b"") -> tuple[int, int, int, int, float, EngineState, int, int, int]:
-    """`open_message` and `decode_bid` in one step, for those who get six a call. Raises Garbled.
-
-    Engine number, queued tokens, running, waiting, KV use, state, matched tokens (-1: unknown), identity and epoch.
-    """
+    """`open_message` and `decode_bid` in one step: engine number, queued tokens, running, waiting, KV use, state, matched
+    tokens (-1: unknown), identity and epoch. Raises Garbled."""
     if len(data) != _WHOLE_BID.size + TAG:
         raise Garbled(f"{len(data)} bytes are not a bid")
     (magic, version, kind, key, engine, _, _, queued, running, waiting, kv, state, matched, identity, epoch, _) = (
@@ -225,18 +211,18 @@ def read_bid(data: bytes, secret: bytes = b"") -> tuple[int, int, int, int, floa
         raise Garbled(f"not a bid of version {VERSION}")
     if secret and (key or not hmac.compare_digest(data[-TAG:], tag(data[:-TAG], secret))):
         raise Garbled("the tag does not match")
-    known = -1 if matched == UNKNOWN else matched
-    return engine, queued, running, waiting, kv / 0xFFFF, _STATES[state], known, identity, epoch
+    matched = -1 if matched == UNKNOWN else matched
+    return engine, queued, running, waiting, kv / 0xFFFF, _STATES[state], matched, identity, epoch
 
 
 def decode_take(body: bytes) -> TakeBody:
     """The body of a take. Raises Garbled."""
-    return TakeBody(*_fixed(_TAKE, body))
+    return TakeBody(*_fixed(_PAIR, body))
 
 
 def decode_tell(body: bytes) -> TellBody:
     """The body of a tell. Raises Garbled."""
-    ttft_us, cached = _fixed(_TELL, body)
+    ttft_us, cached = _fixed(_PAIR, body)
     return TellBody(ttft_us, _known(cached))
 
 

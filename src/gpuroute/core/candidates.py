@@ -30,6 +30,9 @@ class Ask:
 
     __slots__ = ("bids", "candidates", "drawn_by", "key", "ladder", "mean_tokens", "now", "placed", "tokens")
 
+    looks = False
+    """True if this is the ask of a look, and no call follows: whose turn it is stays as it was."""
+
     def __init__(self, key: int | None = None, ladder: Sequence[int] = (), tokens: int = 0) -> None:
         self.key = key
         self.ladder = ladder
@@ -44,6 +47,13 @@ class Ask:
     def keys(self) -> Sequence[int]:
         """What its placement is remembered by: prefixes from shallow to deep, and the session last."""
         return self.ladder if self.key is None else (*self.ladder, self.key)
+
+
+class Look(Ask):
+    """The ask of a pick that is explained, not done."""
+
+    __slots__ = ()
+    looks = True
 
 
 NO_BIDS: Mapping[str, Report] = {}
@@ -142,15 +152,20 @@ class DRandom:
 class Rotation:
     """Everyone in turn. The counter is shared by all threads: `next()` on it is atomic."""
 
-    __slots__ = ("_turn", "states")
+    __slots__ = ("_next", "_turn", "states")
 
     def __init__(self, states: Sequence[EndpointState], random: Callable[[], float]) -> None:
         self.states = states
         # A random start: a hundred processes that boot together must not walk in step.
-        self._turn = count(int(random() * len(states)) if states else 0)
+        self._next = int(random() * len(states)) if states else 0
+        self._turn = count(self._next)
 
-    def __call__(self, ask: Ask) -> Sequence[EndpointState]:  # noqa: ARG002
-        return (self.states[next(self._turn) % len(self.states)],)
+    def __call__(self, ask: Ask) -> Sequence[EndpointState]:
+        if ask.looks:
+            return (self.states[self._next % len(self.states)],)
+        turn = next(self._turn)
+        self._next = turn + 1
+        return (self.states[turn % len(self.states)],)
 
 
 class Smooth:
@@ -162,19 +177,24 @@ class Smooth:
     within a factor of four, so that a wrong prior is corrected and a lucky endpoint does not take all.
     """
 
-    __slots__ = ("_ends", "_every", "_start", "_turn", "states")
+    __slots__ = ("_ends", "_every", "_next", "_start", "_turn", "states")
 
     def __init__(self, states: Sequence[EndpointState], random: Callable[[], float]) -> None:
         self.states = states
         self._start = random()
+        self._next = 1
         self._turn = count(1)
         self._every = max(64, 4 * len(states))
         self._ends = self._lay_out()
 
-    def __call__(self, ask: Ask) -> Sequence[EndpointState]:  # noqa: ARG002
-        turn = next(self._turn)
-        if turn % self._every == 0:
-            self._ends = self._lay_out()
+    def __call__(self, ask: Ask) -> Sequence[EndpointState]:
+        if ask.looks:
+            turn = self._next
+        else:
+            turn = next(self._turn)
+            self._next = turn + 1
+            if turn % self._every == 0:
+                self._ends = self._lay_out()
         ends = self._ends
         point = (self._start + turn * GOLDEN) % 1.0
         return (self.states[min(bisect_right(ends, point * ends[-1]), len(ends) - 1)],)

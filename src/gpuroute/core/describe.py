@@ -9,6 +9,7 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from gpuroute.core.candidates import Look
 from gpuroute.core.report import MAX_AGE_S
 
 if TYPE_CHECKING:
@@ -179,7 +180,9 @@ def describe_pool(pool: Pool, now: float) -> PoolView:
 
 
 def explain(pool: Pool, ask: Ask) -> Explanation:
-    """The candidates, their costs, the exclusions and the winner of a pick that is not done."""
+    """The candidates, their costs, the exclusions and the winner of a pick that is not done. It moves nobody's turn; but
+    where chance decides, it is asked here too."""
+    ask = _look(ask)
     rows = [
         CandidateView(state.id, cost, why, len(state.in_flight), _closed(state))
         for state, cost, why in pool.snapshot.picker.consider(ask)
@@ -187,6 +190,12 @@ def explain(pool: Pool, ask: Ask) -> Explanation:
     winner = _winner(pool, ask, rows)
     closed = {state.id: _closed(state) for state in pool.snapshot.states if _closed(state)}
     return Explanation(pool.name, pool.rules.policy, winner, tuple(rows), closed)
+
+
+def _look(ask: Ask) -> Ask:
+    look = Look(ask.key, ask.ladder, ask.tokens)
+    look.now, look.mean_tokens, look.bids = ask.now, ask.mean_tokens, ask.bids
+    return look
 
 
 def _winner(pool: Pool, ask: Ask, rows: list[CandidateView]) -> str | None:

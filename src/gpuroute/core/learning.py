@@ -83,12 +83,12 @@ def learn_latency(state: EndpointState, seconds: float, now: float, *, failed: b
 
 def learn_bid(state: EndpointState, bid: Report, mean_tokens: float) -> None:
     """A bid teaches the backlog of the fleet and the queue of its endpoint, also when it lost or came late."""
-    speeds = state.pool.speeds
+    speeds, has_agent = state.pool.speeds, bool(state.endpoint.agent)
     queued = bid.queue_tokens(mean_tokens)
-    speeds.bids += bid.source != CARRIED
+    speeds.bids += has_agent and bid.source != CARRIED
     speeds.backlog += 0.02 * (queued - speeds.backlog)
     speeds.mean_requests += 0.02 * (bid.running + bid.waiting - speeds.mean_requests)
     if state.report is None or bid.at >= state.report.at:
         state.report = bid
-        if not state.endpoint.agent:  # bids come by the hundred: they would leave no room for those that give none
+        if not has_agent:  # bids come by the hundred: they would leave no room for those that give none
             speeds.note(state, calm=not bid.waiting)

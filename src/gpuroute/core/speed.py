@@ -73,7 +73,7 @@ class Speeds:
         self.mean_wait = 0.0
         self.mean_requests = 0.0  # running and waiting, by reports
         self.backlog = 0.0  # moving mean of queued tokens in bids
-        self.bids = 0  # heard so far
+        self.bids = 0  # heard of agents so far
         self.usual_late = 0.0  # median of seconds that first tokens come later than bids promise
         self.usual_latency: float | None = None  # moving mean of the logarithm of what calls took
         self.blind_wait = 0.0  # of the waits at endpoints that had given none

@@ -69,18 +69,21 @@ class Strata:
 
     def draw(self, ask: Ask) -> dict[EndpointState, str]:
         """Candidates from one part, and why each is one."""
-        heard = self._kit.states[0].pool.speeds.bids
+        heard, silence = self._kit.states[0].pool.speeds.bids, self._silence
         if heard != self._heard:
-            self._heard, self._silence = heard, 0
-        if self._silence >= LOOK:
+            silence = 0
+        if not ask.looks:
+            self._heard, self._silence = heard, silence
+        if silence >= LOOK:
             return self._all.draw(ask)
         if self._blind is not None and not self._goes_to_covered(ask):
             return self._blind.draw(ask)
-        self._silence += 1
+        if not ask.looks:
+            self._silence = silence + 1
         return self._covered.draw(ask)
 
     def _goes_to_covered(self, ask: Ask) -> bool:
-        if next(self._turn) % max(64, 4 * len(self._near)) == 0:
+        if not ask.looks and next(self._turn) % max(64, 4 * len(self._near)) == 0:
             self._share = share_of([state for state in self._near if state.endpoint.agent], self._near)
         share, ahead, key = self._share, self._ahead, home_key(ask)
         if ahead > SLACK or ahead < -SLACK:
@@ -89,7 +92,8 @@ class Strata:
             covered = self._ring.home(key) in self._covered.by_id
         else:
             covered = self._kit.random() < share
-        self._ahead = ahead + (1 - share if covered else -share)
+        if not ask.looks:
+            self._ahead = ahead + (1 - share if covered else -share)
         return covered
 
 

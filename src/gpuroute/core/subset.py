@@ -129,8 +129,7 @@ class Subsets:
         """
         name = part or spec.name
         if mode == "off":
-            for memory in (self.views, self._known, self._seen):
-                memory.pop(name, None)
+            self.forget(name)
             return spec
         ids = [endpoint.id for endpoint in spec.endpoints if endpoint.takes_calls]
         self._known[name] = self._seen.get(name, frozenset())
@@ -144,6 +143,11 @@ class Subsets:
             return spec
         chosen = set(subset(ids, self.seat.ordinal, size))
         return replace(spec, endpoints=tuple(endpoint for endpoint in spec.endpoints if endpoint.id in chosen))
+
+    def forget(self, name: str) -> None:
+        """The pool, or part of one, is no longer narrowed, or is gone."""
+        for memory in (self.views, self._known, self._seen):
+            memory.pop(name, None)
 
     def elders(self, name: str) -> frozenset[str]:
         """Endpoints that the pool had before, in this client's subset or not: new to this client, they are not cold."""

@@ -125,7 +125,8 @@ class Zoned:
 
     def _draw(self, ask: Ask) -> int:
         limited = len(self._pool.limited)
-        self._left -= 1
+        if not ask.looks:
+            self._left -= 1
         if self._left < 0 or limited != self._limited:
             self._ends = list(accumulate(self.shares()))  # first: other threads are here too
             self._limited, self._left = limited, self._every

@@ -78,10 +78,12 @@ NOT_READY_TOKENS = 1_000_000  # what an engine that takes no calls is charged: d
 AGAIN_S = 0.001
 MOST_AGAIN = 2
 RARE = 0.002  # where fewer asks are lost of late, nobody is asked again: a short timer costs as much as a datagram
-SOURCES = tuple(f"agent:{state.name}" for state in EngineState)
 SCHEME = "engine"  # of an engine that is asked itself: its id, its dialect and its URL follow
+SOURCES = tuple(f"agent:{state.name}" for state in EngineState)
+ENGINE_SOURCES = tuple(f"{SCHEME}:{state.name}" for state in EngineState)
 COVERED = 0.95  # a pool with fewer agents is worth a word in the log
 MAX_PEERS = 20_000
+MAX_POOLS = 4_000
 RESOLVE_S = 60.0
 
 
@@ -105,11 +107,12 @@ class Counts:
 class Peer:
     """The agent of one endpoint, as this process knows it."""
 
-    __slots__ = ("agent", "endpoint", "epoch", "identity", "misses", "muted_until", "place", "resolve_at")
+    __slots__ = ("agent", "endpoint", "epoch", "identity", "misses", "muted_until", "place", "resolve_at", "sources")
 
     def __init__(self, endpoint: Endpoint, agent: str) -> None:
         self.endpoint = endpoint
         self.agent = agent
+        self.sources = ENGINE_SOURCES if agent.startswith(f"{SCHEME}:") else SOURCES
         self.identity = identity_of(endpoint.id)
         self.place: Place | None = None
         self.resolve_at = 0.0 if agent else math.inf
@@ -146,6 +149,7 @@ class Asker:
         self.loss = 5 * RARE  # until some 30 calls have shown that it is less
         self._always = settings.asks == "on"
         self._hashes = settings.ask_hashes
+        self._forbids = not settings.ask_hashes and settings.source("ask_hashes") != "default"
         self._tenant = seed(f"tenant/{settings.tenant}") if settings.tenant else 0
         self._pools: dict[int, tuple[Snapshot, bool]] = {}  # by id: two protocols may be two pools of one name
         self._files = settings.agent_ca, settings.agent_cert, settings.agent_cert_key
@@ -233,6 +237,8 @@ class Asker:
             count, size = sum(bool(self._agent(s.endpoint)) for s in snapshot.routable), len(snapshot.routable)
             if count and count < COVERED * size and (known is None or not known[1]):
                 log.info("pool %s: %d of %d endpoints have an agent, the others are guessed at", pool.name, count, size)
+            if len(self._pools) >= MAX_POOLS:  # of pools that are gone
+                self._pools.clear()
             known = self._pools[id(pool)] = (snapshot, count > 0)
         return known[1]
 
@@ -267,12 +273,16 @@ class Asker:
         return f"{SCHEME}:{endpoint.id} {engine.name} {endpoint.url}" if plain and engine.read_load else ""
 
     def hashes(self, call: Call) -> tuple[int, ...]:
-        """The hashes of the call's prompt that its agents may see: none unless the pool, or this process, opts in."""
+        """The hashes of the call's prompt that its agents may see: none unless the pool or this process opts in, and
+        none if either says no."""
         ladder = call.ask.ladder
-        stated = call.pool.spec.config.options.get("ask_hashes")
-        if not ladder or not (stated if isinstance(stated, bool) else self._hashes):
+        if not ladder or self._forbids:
             return ()
-        return tuple(rung ^ self._tenant for rung in ladder)
+        stated = call.pool.spec.config.options.get("ask_hashes")
+        if not (stated if isinstance(stated, bool) else self._hashes):
+            return ()
+        tenant = self._tenant
+        return tuple(rung ^ tenant for rung in ladder)
 
     def give_back(self, line: ThreadLine) -> None:
         """Nobody waits on this line any more."""
@@ -405,7 +415,8 @@ class Asking:
             self._again_at = now + patience if self._rounds < MOST_AGAIN else math.inf
             silent = [peer for state, peer in self._asked.values() if state.id not in self.bids and peer.may_lose]
             self._asked_again += len(silent)
-            self._send(silent)
+            for _ in range(copies(self._asker.loss)):
+                self._send(silent)
         return min(self._until, self._again_at) - now
 
     def heard(self, data: bytes, source: Address, now: float) -> bool:
@@ -445,7 +456,7 @@ class Asking:
             if not ready:
                 self._real_queue[state.id] = queue
                 queue += NOT_READY_TOKENS
-            report = Report(at, running, waiting, queue, kv_usage, matched, epoch, SOURCES[condition])
+            report = Report(at, running, waiting, queue, kv_usage, matched, epoch, peer.sources[condition])
             self.bids[state.id] = report
             if ready:
                 learn_bid(state, report, mean)
@@ -456,8 +467,10 @@ class Asking:
             self._read()
         self._waits = False
         self._call.ask.bids = self.bids
-        asker = self._asker
-        asker.loss += 0.05 * (min(1.0, (self._asked_again or self.missing) / len(self._asked)) - asker.loss)
+        asker, lost = self._asker, self._asked_again
+        if self.missing and not lost:
+            lost = sum(peer.may_lose for state, peer in self._asked.values() if state.id not in self.bids)
+        asker.loss += 0.05 * (min(1.0, lost / len(self._asked)) - asker.loss)
         asker.counts.again += self._asked_again
         if self.missing > 1 or not self.bids or (self.missing and self._asked_again):
             now = asker.clock()
