@@ -333,7 +333,7 @@ def test_a_killed_peer_costs_the_caller_nothing(manner: Manner, process: Any) ->
         answers, failed, done = collections.Counter[bytes](), list[grpc.RpcError](), threading.Event()
 
         def work() -> None:
-            while not done.is_set():
+            while not done.is_set() and not failed:
                 try:
                     answers[manner.call(router, "Who", b"", timeout=30)] += 1
                 except grpc.RpcError as error:
@@ -342,13 +342,15 @@ def test_a_killed_peer_costs_the_caller_nothing(manner: Manner, process: Any) ->
         threads = [threading.Thread(target=work) for _ in range(2)]
         for thread in threads:
             thread.start()
-        assert soon(lambda: len(answers) == 2 or failed)
-        child.kill()
-        until = answers[b"s0"] + 40
-        assert soon(lambda: answers[b"s0"] >= until or failed)
-        done.set()
-        for thread in threads:
-            thread.join()
+        try:
+            assert soon(lambda: len(answers) == 2 or failed)
+            child.kill()
+            until = answers[b"s0"] + 40
+            assert soon(lambda: answers[b"s0"] >= until or failed)
+        finally:
+            done.set()
+            for thread in threads:
+                thread.join()
         assert not failed
         assert drained(router)
 
