@@ -30,7 +30,7 @@ settings.load_profile("gpuroute")
 
 DISTURBED_S = 0.2
 """So much time taken by the machine may make the difference where real clocks run: leases end, timeouts pass."""
-TRIES, TRYING_S = 4, 60.0
+TRIES, TRYING_S = 6, 60.0
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -91,7 +91,7 @@ def unchanged_log_level() -> Iterator[None]:
 def eventually() -> Callable[..., None]:
     """Wait until a condition holds, or fail saying which one: `eventually(lambda: x == 1, "x is 1", within=5)`."""
 
-    def wait(condition: Callable[[], object], what: str = "the condition", within: float = 10.0) -> None:
+    def wait(condition: Callable[[], object], what: str = "the condition", within: float = 30.0) -> None:
         deadline = time.monotonic() + within
         while not condition():
             assert time.monotonic() < deadline, f"{what} did not come true within {within} s"

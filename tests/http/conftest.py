@@ -37,5 +37,5 @@ def caller(kind: str, eventually: Callable[..., None]) -> Iterator[Callable[...,
 
     yield make
     for one in made:
-        eventually(lambda one=one: in_flight(one.router) == 0, f"nothing is in flight: {one.router.snapshot()}", 5)
+        eventually(lambda one=one: in_flight(one.router) == 0, f"nothing is in flight: {one.router.snapshot()}")
         one.close()

@@ -29,6 +29,7 @@ def router_for(stubs: Sequence[Stub | Endpoint], pool: str = "llama", **settings
     settings.setdefault("policy", "round_robin")
     settings.setdefault("random", lambda: 0.0)
     settings.setdefault("connect_timeout", "20s")  # on a busy machine the default of 1 s is a fault of its own
+    settings.setdefault("watchdog", False)  # and a pause of half a second is no endpoint's
     router = Router(registry, **settings)
     router.registry = registry
     router.ready()

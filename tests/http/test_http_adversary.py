@@ -154,7 +154,7 @@ def test_a_child_that_is_forked_while_a_tls_context_is_built_builds_its_own(stub
         if not child:
             done = threading.Thread(target=trust.shared, daemon=True)
             done.start()
-            done.join(10)
+            done.join(60)
             os._exit(done.is_alive())
     assert os.waitpid(child, 0)[1] == 0
     with_it.close()

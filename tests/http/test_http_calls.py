@@ -156,7 +156,7 @@ def test_options_by_extension_and_header_are_obeyed_and_not_sent(stubs: Stage, c
         server.behave = status(500)
     client = caller(servers)
     one = client.post(extensions={"gpuroute": {"attempts": 1}})
-    two = client.post(headers={"x-gpuroute-attempts": "2", "X-Gpuroute-Timeout": "2s", "x-gpuroute-key": "k"})
+    two = client.post(headers={"x-gpuroute-attempts": "2", "X-Gpuroute-Timeout": "30s", "x-gpuroute-key": "k"})
     three = client.post(headers={"x-gpuroute-attempts": "1"}, extensions={"gpuroute": {"attempts": 3}})
     assert [len(attempts(answer)) for answer in (one, two, three)] == [1, 2, 3]
     sent = [name.lower() for server in servers for came in server.came for name, _ in came.headers]
@@ -190,7 +190,7 @@ def test_the_decision_record_tells_the_attempts(stubs: Stage, caller: Make) -> N
     assert (record["pool"], record["endpoint"], record["policy"]) == ("llama", "b", "round_robin")
     assert record["reason"] == "retry: a 503 overloaded"
     assert [attempt["outcome"] for attempt in record["attempts"]] == ["overloaded", "success"]
-    assert 0 <= record["timings"]["connect_s"] < record["timings"]["first_byte_s"] < 5
+    assert 0 <= record["timings"]["connect_s"] < record["timings"]["first_byte_s"] < 60
 
 
 def test_the_final_failure_stops_an_sdk_from_retrying(stubs: Stage, caller: Make) -> None:
@@ -198,7 +198,7 @@ def test_the_final_failure_stops_an_sdk_from_retrying(stubs: Stage, caller: Make
     client = caller([a])
     for code in (400, 429, 500):
         a.behave = status(code, b"no", x_should_retry="true")
-        answer = client.post(extensions={"gpuroute": {"attempts": 1, "timeout": 0.2}})
+        answer = client.post(extensions={"gpuroute": {"attempts": 1, "timeout": 20}})
         assert (answer.status_code, answer.headers["x-should-retry"], answer.read()) == (code, "false", b"no")
     a.behave = status(200)
     assert "x-should-retry" not in client.post().headers

@@ -97,7 +97,7 @@ def test_l1_random_cancellations_leave_nothing(stubs: Stage, name: str) -> None:
                     assert not isinstance(result, (AssertionError, TypeError, KeyError, RuntimeError)), result
             assert ends.pop("CancelledError") > 300
             assert residue(router, client._transport) == CLEAN
-            await asyncio.wait_for(one_call_ok(client), 20)
+            await asyncio.wait_for(one_call_ok(client), 60)
 
     asyncio.run(scenario())
     assert in_flight(router) == 0
@@ -187,15 +187,19 @@ def test_r10_nothing_is_sent_after_a_cancellation(stubs: Stage, kind: str) -> No
 
     async def scenario() -> None:
         async with library.AsyncClient(router) as client:
-            with Stopwatch() as watch, pytest.raises(TimeoutError):
-                await asyncio.wait_for(one_call(client), 0.1)
-            assert watch.seconds < 0.2
+            task = asyncio.create_task(one_call(client))
+            while not a.came + b.came:
+                await asyncio.sleep(0.001)
+            task.cancel()
+            with Stopwatch() as watch, pytest.raises(asyncio.CancelledError):
+                await task
+            assert watch.seconds < 1
             await asyncio.sleep(0.05)
             a.behave = b.behave = status(500)  # now it sleeps between attempts
             task = asyncio.create_task(one_call(client))
             await asyncio.sleep(0)
             router.pool("llama").rules = _slow_backoff(router)
-            while len(a.came) + len(b.came) < 2:
+            while not any(view.last_error for view in router.snapshot().pools["llama"].endpoints):
                 await asyncio.sleep(0.001)
             await asyncio.sleep(0.02)
             task.cancel()
@@ -270,7 +274,7 @@ def test_l1_interrupts_at_every_blocking_operation(
                 sync_call(client)
             except KeyboardInterrupt:
                 gc.collect(1)
-            eventually(lambda: residue(router, client._transport) == CLEAN, f"nothing left after operation {at}", 5)  # noqa: B023
+            eventually(lambda: residue(router, client._transport) == CLEAN, f"nothing left after operation {at}")  # noqa: B023
             if interrupts.count < at:
                 break
     assert at > 5

@@ -56,13 +56,14 @@ def test_h3_one_client_over_several_event_loops(stubs: Stage, name: str, eventua
 
     asyncio.run(calls())
     gc.collect()
+    eventually(lambda: a.open == b.open == 0, "the servers see all connections closed")
     before = fds()
     for _ in range(5):
         asyncio.run(calls())
     gc.collect()
-    assert fds() <= before, "each loop's connections end with it"
     assert in_flight(router) == 0
     eventually(lambda: a.open == b.open == 0, "the servers see all connections closed")
+    eventually(lambda: fds() <= before, "each loop's connections end with it")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -118,7 +119,7 @@ def test_h3_two_threads_with_a_loop_each_and_a_sync_client_share_one_router(stub
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     assert failures == []
     assert sum(len(server.came) for server in servers) == 60
     assert in_flight(router) == 0
@@ -333,13 +334,17 @@ def test_idle_connections_expire(stubs: Stage, caller: Make, eventually: Any) ->
     client = caller([a, b])
     limits = client.library.Limits(max_keepalive_connections=5, keepalive_expiry=0.5)
     client = caller(client.router, limits=limits)
-    client.post()
-    client.post()
+    for _ in range(20):  # until the machine has done both within the half second
+        client.post()
+        client.post()
+        if (a.open, b.open) == (1, 1):
+            break
     assert (a.open, b.open) == (1, 1)
+    before = a.connections
     time.sleep(0.51)
     client.post()  # to a: which also closes b's
     eventually(lambda: client.breathe() or (a.open, b.open) == (1, 0), "idle connections are closed")
-    assert a.connections == 2
+    assert a.connections == before + 1
 
 
 def test_idle_connections_are_bounded_over_all_endpoints(stubs: Stage, caller: Make, eventually: Any) -> None:
@@ -427,11 +432,11 @@ def test_warm_endpoints_are_known(stubs: Stage, caller: Make) -> None:
 def _child(name: str, kind: str, client: Any, results: Any) -> None:
     try:
         if kind == "sync":
-            answers = [client.post("http://llama/v1/x", timeout=5.0).json()["endpoint"] for _ in range(4)]
+            answers = [client.post("http://llama/v1/x", timeout=60.0).json()["endpoint"] for _ in range(4)]
         else:
 
             async def calls() -> list[str]:
-                return [(await client.post("http://llama/v1/x", timeout=5.0)).json()["endpoint"] for _ in range(4)]
+                return [(await client.post("http://llama/v1/x", timeout=60.0)).json()["endpoint"] for _ in range(4)]
 
             answers = asyncio.run(calls())
         results.put((name, answers))
@@ -461,7 +466,7 @@ def test_forked_children_use_connections_of_their_own(stubs: Stage, kind: str) -
     children = [context.Process(target=_child, args=(f"child {n}", kind, client, results)) for n in range(3)]
     for child in children:
         child.start()
-    found = dict(results.get(timeout=20) for _ in children)
+    found = dict(results.get(timeout=60) for _ in children)
     for child in children:
         child.join(10)
     assert {tuple(sorted(answers)) for answers in found.values()} == {("a", "a", "b", "b")}, found

@@ -81,7 +81,7 @@ def test_a_stream_is_told_to_its_end(
     else:
         client.read(response)
     outcome = {"read": "success", "cut": "failed"}.get(end, "cancelled")
-    eventually(lambda: client.breathe() or len(recorder.told) == 3, f"told: {recorder.told}", 5)
+    eventually(lambda: client.breathe() or len(recorder.told) == 3, f"told: {recorder.told}")
     assert recorder.told == ["+a", f"-a {outcome}", "call of 1"]
 
 

@@ -60,7 +60,7 @@ def test_l2_waiting_for_heads_counts(stubs: Stage, caller: Make) -> None:
         exchange.reply(200, b"x")
 
     a.behave = b.behave = late
-    client = caller([a, b], settings={"policy": "p2c"})
+    client = caller([a, b], settings={"policy": "p2c"}, timeout=60.0)
     answers = client.many(20)
     assert [answer.status_code for answer in answers] == [200] * 20
     assert abs(len(a.came) - len(b.came)) <= 2

@@ -275,5 +275,5 @@ def test_keys_and_timeouts_by_extra_headers(stubs: Stage) -> None:
     servers = stubs("a", "b", "c", behave=status(200, {"object": "list", "data": []}))
     client = gpuroute.wrap(openai.OpenAI(api_key="-", base_url="http://llama/v1"), router_for(servers, policy="session"))
     for _ in range(4):
-        client.models.list(extra_headers={"x-gpuroute-key": "u", "x-gpuroute-timeout": "2s"})
+        client.models.list(extra_headers={"x-gpuroute-key": "u", "x-gpuroute-timeout": "30s"})
     assert sorted(len(server.came) for server in servers) == [0, 0, 4]
