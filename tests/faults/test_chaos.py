@@ -11,13 +11,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import httpx2
 import pytest
+from fault_world import ask
 
 from gpuroute.cli import chaos
 from gpuroute.cli.chaos.callers import Crowd, Seen
 from gpuroute.cli.chaos.footprint import Footprints, Sample
-from gpuroute.cli.chaos.notes import Notes
+from gpuroute.cli.chaos.notes import Notes, Records
+from gpuroute.cli.chaos.sends import CALLS, Followed, Send, sends
 from gpuroute.cli.chaos.verdict import Verdict
+from gpuroute.core.outcome import Outcome
 from gpuroute.core.signals import Signals
 from gpuroute.testing import answer
 
@@ -25,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from gpuroute.cli.chaos.script import Happened
+    from gpuroute.testing import GpuServer
 
 
 def run(*arguments: str) -> tuple[dict[str, Any], str]:
@@ -72,6 +77,29 @@ def noted(*notes: Any) -> Notes[Any]:
     return kept
 
 
+def test_what_servers_say_is_kept_word_by_word_and_nothing_of_who_is_gone(
+    gpus: Callable[..., list[GpuServer]],
+) -> None:
+    one, other = gpus(2)
+    told = {"x-request-id": "a", "x-gpuroute-attempt": "2", "x-request-timeout": "250"}
+    odd = {"x-request-id": "b", "x-gpuroute-attempt": "x", "x-request-timeout": "1.5"}
+    with httpx2.Client(base_url=one.url) as client:
+        for headers in (told, odd):
+            client.post("/v1/completions", json=ask(1, stream=False), headers=headers).raise_for_status()
+    records = Records()
+    records.take("gpu-0", one.url)
+    gone = other.url
+    records.take("gpu-1", gone)
+    other.stop()
+    with pytest.raises(OSError, match="refused"):
+        records.take("gpu-1", gone)
+    records.take("gpu-0", one.url)
+    found = records.read()
+    assert [(name, state["received"]) for name, state in found] == [("gpu-0", 2), ("gpu-1", 0), ("gpu-0", 2)]
+    assert [found[0][1]["wire"][ident][0][2:] for ident in "ab"] == [["finished", 2, 250], ["finished", 1, None]]
+    records.close()
+
+
 def verdict(
     *seen: Seen,
     outage: tuple[float, float] | None = None,
@@ -84,7 +112,7 @@ def verdict(
     )
     crowd = SimpleNamespace(notes=noted(*seen), lag_s=0.0, lag_at=lambda moment: 0.0, has_openai=True)
     happened: list[Happened] = []
-    script = SimpleNamespace(happened=happened, outage=outage, calm_until=5.0, thaws=[], footprints=footprints)
+    script = SimpleNamespace(happened=happened, outage=outage, calm_until=5.0, footprints=footprints)
     fleet = SimpleNamespace(pool="p", wire=noted(*([("gpu-0", {"wire": wire})] if wire else [])))
     router = SimpleNamespace(pool=lambda name: pool)
     soak = footprints is not None
@@ -108,10 +136,60 @@ def test_the_verdict_sees_what_it_is_there_to_see() -> None:
     assert verdict(seen(error="x", interrupted=True)).counts()["interrupted"] == 1
     assert verdict(seen(ended=4.2)).counts()["beyond_deadline"] == 1
     assert verdict(seen(ended=4.05)).counts()["beyond_deadline"] == 0
-    assert (
-        verdict(seen(), wire={"1": [[1.0, 1.1, "finished"], [1.5, None, ""]]}).counts()["doubled_after_first_byte"] == 1
-    )
-    assert verdict(seen(), wire={"1": [[0.9, 1.0, ""], [1.05, None, ""]]}).counts()["doubled_after_first_byte"] == 0
+
+
+def send(number: int, first: float | None, broke: float | None, endpoint: str = "gpu-0") -> Send:
+    return Send(endpoint, number, 10.0, first, broke)
+
+
+def left(at: float, number: int, *, read: float = 9.0) -> list[Any]:
+    """The record of a request that left at this moment, of a call whose deadline is 10."""
+    return [read, None, "", number, int((10.0 - at) * 1e3)]
+
+
+@pytest.mark.parametrize(
+    ("sends", "rows", "doubled"),
+    [
+        ([send(1, 1.1, None)], [left(1.0, 1)], 0),
+        ([send(1, None, 1.0), send(2, 1.2, None)], [left(0.9, 1), left(1.1, 2)], 0),  # a retry; the first is read late
+        ([send(1, 1.1, 1.3), send(2, 1.4, None)], [left(1.0, 1), left(1.3, 2)], 0),  # a continuation
+        ([send(1, 1.1, 1.3), send(2, None, 1.4), send(3, 1.5, None)], [left(1.3, 2), left(1.45, 3)], 0),  # repeated
+        ([send(1, 1.1, 1.3), send(2, None, 1.6), send(3, 1.5, None)], [left(1.3, 2), left(1.45, 3)], 0),  # hedged
+        ([send(1, 1.1, None), send(2, None, 1.2)], [left(1.0, 1), left(1.05, 2)], 0),  # a hedge that lost
+        ([send(1, 1.1, None), send(2, None, 1.2)], [left(1.0, 1), left(1.15, 2)], 1),  # and one that left too late
+        ([send(1, 1.1, None)], [left(1.0, 1), left(1.2, 1)], 1),  # the same attempt once more
+        ([send(1, 1.1, 1.9), send(2, 1.6, None)], [left(1.0, 1), left(1.5, 2)], 1),  # continued before it broke
+        ([send(1, 1.1, None)], [left(1.0, 1), left(1.05, 2)], 1),  # nobody here sent that
+        ([send(1, 1.1, None), send(1, 1.6, None)], [left(1.0, 1), left(1.5, 1)], 1),  # the caller's own SDK repeats
+        ([send(1, None, 1.05), send(1, 1.6, None)], [left(1.0, 1), left(1.5, 1)], 0),
+        ([send(1, 1.1, None), send(2, None, 1.2, "gpu-1")], [left(1.0, 1), left(1.05, 2)], 1),  # not there
+        ([send(1, 1.1, None)], [[1.05, None, "", 1, None]], 0),  # without a deadline: when it was read
+        ([send(1, 1.1, None)], [[1.05, None, "", 1, None], [1.2, None, "", 1, None]], 1),
+    ],
+)
+def test_what_leaves_while_another_attempt_answers_is_a_double(sends: Any, rows: Any, doubled: int) -> None:
+    assert verdict(seen(sends=sends), wire={"1": rows}).counts()["doubled_after_first_byte"] == doubled
+
+
+def test_the_account_of_a_call_is_that_of_its_attempts_and_of_whoever_repeats_above() -> None:
+    with Followed(endpoints={"p": ["http://127.0.0.1:1", "http://127.0.0.1:2"]}, clock=lambda: 5.0) as router:
+        calls: list[Any] = []
+        token = CALLS.set(calls)
+        one, other = router.call("p", timeout=3.0), router.call("p")
+        CALLS.reset(token)
+        router.call("p").close(5.0)
+        attempt = one.next_attempt(5.0)
+        attempt.first_token(5.5)
+        one.finish(attempt, Outcome.FAILED, 6.0, resumable=True)
+        again = one.next_attempt(6.1)
+        again.first_token(6.2)
+        one.finish(again, Outcome.SUCCESS, 7.0)
+        other.close(7.0)
+        assert calls == [one, other]
+        assert sends(calls) == [
+            Send(attempt.endpoint.id, 1, 8.0, 5.5, 6.0),
+            Send(again.endpoint.id, 2, 8.0, 6.2, None),
+        ]
 
 
 def test_an_outage_of_everybody_is_judged_by_its_end() -> None:

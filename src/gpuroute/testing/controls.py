@@ -68,7 +68,8 @@ class Controls:
 
     def state(self) -> dict[str, Any]:
         """Counters (`received`, `finished`, `cancelled`, `answered`, `rejected`, `dropped`, `resent`,
-        `resent_after_first_byte`, `wire`: request id -> [arrived, first byte, end]) and what runs now.
+        `resent_after_first_byte`, `wire`: request id -> [arrived, first byte, end, attempt, milliseconds left by
+        `x-request-timeout`]) and what runs now.
         """
         state: dict[str, Any] = self.control("state")
         return state

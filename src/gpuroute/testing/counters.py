@@ -34,11 +34,20 @@ class Received:
 
 @dataclass(slots=True)
 class Arrival:
-    """One inference request on the wire; times from the machine's monotonic clock, comparable between processes."""
+    """One inference request on the wire; times from the machine's monotonic clock, comparable between processes.
+
+    `attempt`: which one of its call it is (`x-gpuroute-attempt`); `left_ms`: what its deadline header says is left.
+    """
 
     arrived: float
+    attempt: int = 1
+    left_ms: int | None = None
     first_byte: float | None = None
     ended: str = ""
+
+    def row(self) -> list[Any]:
+        """For JSON."""
+        return [self.arrived, self.first_byte, self.ended, self.attempt, self.left_ms]
 
 
 class Counters:
@@ -55,7 +64,8 @@ class Counters:
 
     def arrive(self, request: Request) -> Arrival:
         """Note an inference request."""
-        arrival = Arrival(time.monotonic())
+        attempt, left = request.header("x-gpuroute-attempt"), request.header("x-request-timeout")
+        arrival = Arrival(time.monotonic(), _number(attempt) or 1, _number(left))
         self.totals["received"] += 1
         self.requests.append(received(request))
         request_id = request.header("x-request-id")
@@ -78,8 +88,12 @@ class Counters:
         """Totals and the wire record."""
         names = ("received", "finished", "cancelled", "answered", "rejected", "dropped", "resent")
         totals = {name: self.totals[name] for name in (*names, "resent_after_first_byte")}
-        wire = {key: [[a.arrived, a.first_byte, a.ended] for a in arrivals] for key, arrivals in self.wire.items()}
+        wire = {key: [arrival.row() for arrival in arrivals] for key, arrivals in self.wire.items()}
         return {**totals, "wire": wire}
+
+
+def _number(text: str) -> int | None:
+    return int(text) if text.isascii() and text.isdigit() else None
 
 
 def received(request: Request) -> Received:

@@ -72,11 +72,10 @@ def run(args: argparse.Namespace) -> int:
 async def _run(args: argparse.Namespace, say: object) -> Verdict:
     from contextlib import AsyncExitStack
 
-    from gpuroute.router import Router
-
     from .callers import Crowd
     from .fleet import ChaosFleet
     from .script import Script
+    from .sends import Followed
     from .verdict import STEADY, Verdict
 
     assert callable(say)
@@ -85,7 +84,7 @@ async def _run(args: argparse.Namespace, say: object) -> Verdict:
         stack.push_async_callback(fleet.close)
         await fleet.start()
         settings = fleet.settings(args.policy, continuation=args.continuation, hedge=args.hedge)
-        router = stack.enter_context(Router(settings=settings, random=random.Random(args.seed).random))
+        router = stack.enter_context(Followed(settings=settings, random=random.Random(args.seed).random))
         prompts = SOAK_PROMPTS if args.soak else 0
         chance = random.Random(args.seed)
         crowd = Crowd(router, fleet.pool, args.callers, chance, think_s=args.think, prompts=prompts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from gpuroute.errors import StreamInterrupted
@@ -13,11 +13,13 @@ from gpuroute.testing import answer
 from gpuroute.testing.text import TOKEN_BYTES, render_chat
 
 from .notes import Notes
+from .sends import CALLS, Send, sends
 
 if TYPE_CHECKING:
     from contextlib import AsyncExitStack
     from random import Random
 
+    from gpuroute.core.call import Call
     from gpuroute.router import Router
 
 TICK_S = 0.02
@@ -40,6 +42,7 @@ class Seen:
     interrupted: bool = False
     lost: int = 0
     wrong: int = 0
+    sends: list[Send] = field(default_factory=list)
 
     def end(self, now: float) -> None:
         """Count tokens that a good stream did not bring, and those that came twice or are not what follows."""
@@ -123,6 +126,8 @@ class Crowd:
         began, timeout = time.monotonic(), random.choice(DEADLINES_S)
         seen = Seen(ident, began, timeout, answer(way.rendered(prompt), tokens))
         headers = {"x-request-id": ident, "x-gpuroute-timeout": f"{timeout}s"}
+        calls: list[Call] = []
+        CALLS.set(calls)
         try:
             await way.ask(prompt, tokens, headers, seen, stream=random.random() < 0.8)
         except Exception as error:
@@ -132,6 +137,7 @@ class Crowd:
             notes = [note for cause in causes for note in getattr(cause, "__notes__", ())]
             seen.error += f" [{notes[-1]}]" if notes else ""
         seen.end(time.monotonic())
+        seen.sends = sends(calls)
         self.notes.add(seen)
 
     async def _watch_lag(self) -> None:

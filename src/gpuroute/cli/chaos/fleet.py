@@ -7,6 +7,7 @@ import contextlib
 import socket
 import time
 from dataclasses import dataclass, replace
+from http.client import HTTPException
 from typing import TYPE_CHECKING, Any
 
 from gpuroute.cli.demo.books import EtcdBook, FileBook
@@ -14,7 +15,8 @@ from gpuroute.core.endpoint import Endpoint, State
 from gpuroute.testing import GpuServer
 
 from .etcd import Cluster, program
-from .notes import Notes
+from .notes import Records
+from .sends import LEFT
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,7 +46,7 @@ class ChaosFleet:
     def __init__(self, count: int, *, etcd: bool, say: Callable[[str], None]) -> None:
         self.cluster = Cluster() if etcd and program("etcd") and program("etcdctl") else None
         self.servers: list[Server] = []
-        self.wire: Notes[tuple[str, dict[str, Any]]] = Notes()  # endpoint, and what reached one process of it
+        self.wire = Records()  # what reached one process of an endpoint
         self._count = count
         self._say = say
         self._book: Book | None = None
@@ -134,8 +136,8 @@ class ChaosFleet:
 
     async def harvest(self, server: Server) -> None:
         """Keep what reached a server."""
-        with contextlib.suppress(ConnectionError, TimeoutError):
-            self.wire.add((server.endpoint.id, await asyncio.to_thread(server.process.state)))
+        with contextlib.suppress(OSError, HTTPException):
+            await asyncio.to_thread(self.wire.take, server.endpoint.id, server.endpoint.url)
 
     async def harvest_all(self) -> None:
         """Keep what reached all that still run."""
@@ -173,7 +175,7 @@ class ChaosFleet:
     def settings(self, policy: str, *, continuation: bool, hedge: bool) -> Settings:
         """Defaults but for what was asked."""
         assert self._book is not None
-        return replace(self._book.settings(policy), continuation=continuation, hedge=hedge)
+        return replace(self._book.settings(policy), continuation=continuation, hedge=hedge, deadline_header=LEFT)
 
     async def close(self) -> None:
         """End everything that was started."""

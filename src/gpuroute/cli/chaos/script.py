@@ -57,7 +57,6 @@ class Script:
     outage: tuple[float, float] | None = None
     calm_until: float = 0.0
     footprints: Footprints = field(default_factory=Footprints)
-    thaws: list[tuple[str, float]] = field(default_factory=list)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _started: float = 0.0
     _etcd: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -157,7 +156,6 @@ class Script:
         elif kind == "flap":
             await self.fleet.put(server.endpoint)
         else:
-            self.thaws.append((server.endpoint.id, time.monotonic()))
             server.process.thaw()
             await asyncio.to_thread(server.process.resume)
 

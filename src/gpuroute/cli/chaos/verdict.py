@@ -6,6 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from .script import SILENT
+from .sends import late
 
 if TYPE_CHECKING:
     from gpuroute.router import Router
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     from .script import Script
 
 GRACE_S = 0.1
-THAW_S = 1.0
 BUSY_S = 0.25
 GROWTH = 0.02
 FILES = 4
@@ -141,20 +141,11 @@ class Verdict:
 
     def _doubled(self) -> int:
         """Calls that reached a server after their first byte had reached the caller, other than to continue."""
-        firsts = {one.ident: one.first for one in self._seen if one.first is not None}
-        arrivals: Counter[str] = Counter()
+        received: dict[str, list[tuple[str, list[Any]]]] = {}
         for server, state in self._wire:
-            thaws = [at for target, at in self._script.thaws if target == server]
             for ident, rows in state["wire"].items():
-                first = firsts.get(ident, float("inf"))
-                late = [row[0] for row in rows if row[0] > first and not self._lost_race(row)]
-                # A frozen server reads what was sent before, and given up since, when it thaws.
-                arrivals[ident] += sum(not any(at <= moment <= at + THAW_S for at in thaws) for moment in late)
-        return max(0, sum(arrivals.values()) - self._signals["continuations"])
-
-    def _lost_race(self, row: list[Any]) -> bool:
-        """The loser of a hedge may have left before the winner's first byte, and be read after it."""
-        return bool(self._signals["hedges"] + self._signals["reroutes"]) and row[2] == "cancelled"
+                received.setdefault(ident, []).extend((server, row) for row in rows)
+        return sum(late(received.get(one.ident, ()), one.sends) for one in self._seen)
 
     def _recovery(self) -> float | None:
         """Seconds from everybody's return until the last call began that failed; None if there was no outage."""
