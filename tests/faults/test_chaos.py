@@ -19,6 +19,7 @@ from gpuroute.cli import chaos
 from gpuroute.cli.chaos.callers import Crowd, Seen
 from gpuroute.cli.chaos.footprint import Footprints, Sample
 from gpuroute.cli.chaos.notes import Notes, Records
+from gpuroute.cli.chaos.script import Happened
 from gpuroute.cli.chaos.sends import CALLS, Followed, Send, sends
 from gpuroute.cli.chaos.verdict import Verdict
 from gpuroute.core.outcome import Outcome
@@ -28,7 +29,6 @@ from gpuroute.testing import answer
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from gpuroute.cli.chaos.script import Happened
     from gpuroute.testing import GpuServer
 
 
@@ -104,14 +104,19 @@ def verdict(
     *seen: Seen,
     outage: tuple[float, float] | None = None,
     wire: Any = (),
+    happened: tuple[Happened, ...] = (),
+    lags: tuple[tuple[float, float], ...] = (),
     footprints: Footprints | None = None,
     **signals: int,
 ) -> Verdict:
     pool = SimpleNamespace(
         shared=SimpleNamespace(signals=Signals(**signals), in_flight=()), snapshot=SimpleNamespace(states=())
     )
-    crowd = SimpleNamespace(notes=noted(*seen), lag_s=0.0, lag_at=lambda moment: 0.0, has_openai=True)
-    happened: list[Happened] = []
+    crowd = Crowd(Any, "p", 1, random.Random(1), think_s=1.0)  # type: ignore[arg-type]
+    for note in seen:
+        crowd.notes.add(note)
+    for lag in lags:
+        crowd._lags.add(lag)
     script = SimpleNamespace(happened=happened, outage=outage, calm_until=5.0, footprints=footprints)
     fleet = SimpleNamespace(pool="p", wire=noted(*([("gpu-0", {"wire": wire})] if wire else [])))
     router = SimpleNamespace(pool=lambda name: pool)
@@ -190,6 +195,27 @@ def test_the_account_of_a_call_is_that_of_its_attempts_and_of_whoever_repeats_ab
             Send(attempt.endpoint.id, 1, 8.0, 5.5, 6.0),
             Send(again.endpoint.id, 2, 8.0, 6.2, None),
         ]
+
+
+def silent(**fields: Any) -> Happened:
+    return Happened("hang", "gpu-0", 10.0, 16.0, **fields)
+
+
+def test_who_is_silent_must_be_left_while_this_process_runs() -> None:
+    def missed(one: Happened, *lags: tuple[float, float]) -> list[str]:
+        return verdict(seen(began=1.0, ended=1.5), happened=(one,), lags=lags).missed()
+
+    assert missed(silent(noticed=10.1, out_s=0.9)) == []
+    assert missed(silent()) == []  # nobody was there to notice
+    assert missed(silent(noticed=10.1, out_s=1.3)) == ["hang gpu-0 out after 1.30 s, may be 1.00"]
+    assert missed(silent(noticed=10.1, out_s=1.3), (10.0, 5.0), (20.0, 1.0)) == [
+        "hang gpu-0 out after 1.30 s, may be 1.00"
+    ], "it stood still before and after that"
+    assert missed(silent(noticed=10.1, out_s=1.3), (11.0, 0.4)) == []
+    assert missed(silent(noticed=10.1, out_s=1.3), (10.2, 0.4), (11.6, 0.3)) == [
+        "hang gpu-0 out after 1.10 s, may be 1.00"
+    ], "0.1 s at each end"
+    assert missed(Happened("slow", "gpu-0", 10.0, 16.0, noticed=10.1, out_s=5.0)) == []
 
 
 def test_an_outage_of_everybody_is_judged_by_its_end() -> None:

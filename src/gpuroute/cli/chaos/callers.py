@@ -158,6 +158,10 @@ class Crowd:
         """How long it stood still around a moment."""
         return max((lag for at, lag in self._all_lags() if at - lag - 1.0 <= moment <= at + 1.0), default=0.0)
 
+    def stood_still(self, start: float, end: float) -> float:
+        """For how many of these seconds it stood still."""
+        return sum(max(0.0, min(end, at) - max(start, at - lag)) for at, lag in self._all_lags())
+
     def _all_lags(self) -> list[tuple[float, float]]:
         if self._late is None or len(self._late) < len(self._lags):
             self._late = self._lags.read()

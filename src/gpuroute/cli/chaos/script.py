@@ -33,12 +33,13 @@ SECONDS = {"kill": 4.0, "freeze": 6.0, "slow": 6.0, "error": 4.0, "busy": 4.0, "
 
 @dataclass
 class Happened:
-    """One fault: when it began and ended, and when the router took its endpoint out."""
+    """One fault: when it began and ended, when a call first could notice it, and how long calls were sent there since."""
 
     kind: str
     target: str
     began: float
     ended: float = 0.0
+    noticed: float | None = None
     out_s: float | None = None
     share: float | None = None
 
@@ -161,13 +162,13 @@ class Script:
 
     async def _until_out(self, one: Happened) -> None:
         """Note for how long calls were sent there, from the first that could notice: read off what is in flight."""
-        first = None
         while True:
             state = self.router.pool(self.fleet.pool).snapshot.by_id.get(one.target)
             flying = tuple(state.in_flight) if state is not None else ()
-            if flying and first is None:
-                first = max(one.began, min(attempt.started for attempt in flying))
-            latest = max(one.out_s or 0.0, *(attempt.started - (first or one.began) for attempt in flying), 0.0)
+            if flying and one.noticed is None:
+                one.noticed = max(one.began, min(attempt.started for attempt in flying))
+            since = one.began if one.noticed is None else one.noticed
+            latest = max(one.out_s or 0.0, *(attempt.started - since for attempt in flying), 0.0)
             if latest > (one.out_s or 0.0) + PROBE_S:
                 return  # a probe: it was out in between
             one.out_s = latest

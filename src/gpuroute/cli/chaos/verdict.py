@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from .callers import Crowd, Seen
     from .fleet import ChaosFleet
-    from .script import Script
+    from .script import Happened, Script
 
 GRACE_S = 0.1
 BUSY_S = 0.25
@@ -79,8 +79,8 @@ class Verdict:
             found.append(f"recovery_s is {counts['recovery_s']}, may be 1")
         greedy = [one for one in self._script.happened if one.share is not None and one.share > 0.05]
         found += [f"{one.target} got {one.share:.1%} of attempts after 2 s, may be 5 %" for one in greedy]
-        late = [one for one in self._script.happened if one.kind in SILENT and (one.out_s or 0) > 2 * normal]
-        found += [f"{one.kind} {one.target} out after {one.out_s} s, may be {2 * normal:.2f}" for one in late]
+        late = [(one, out) for one in self._script.happened if (out := self._out_s(one) or 0.0) > 2 * normal]
+        found += [f"{one.kind} {one.target} out after {out:.2f} s, may be {2 * normal:.2f}" for one, out in late]
         return [*found, *self._grown()] if self._soak else found
 
     def kept(self) -> dict[str, Any]:
@@ -102,7 +102,7 @@ class Verdict:
         """For people."""
         counts, seen = self.counts(), self._seen
         lines = ["", *(f"{name:26} {value}" for name, value in counts.items()), ""]
-        silent = [one.out_s for one in self._script.happened if one.kind in SILENT and one.out_s is not None]
+        silent = [out for one in self._script.happened if (out := self._out_s(one)) is not None]
         outage = [one for one in self._failed if self._in_outage(one)]
         worst = max((one.ended - one.began for one in outage), default=0.0)
         kinds = Counter(one.kind for one in self._script.happened)
@@ -129,6 +129,12 @@ class Verdict:
                 f"the machine was busy: this process stood still for {self._lag_s:.1f} s, so this run tells little"
             )
         return [*lines, *(f"MISSED: {text}" for text in missed), "" if missed else "all bars met"]
+
+    def _out_s(self, one: Happened) -> float | None:
+        """For how long a silent endpoint was still sent calls while this process ran; None if that was not looked for."""
+        if one.kind not in SILENT or one.out_s is None or one.noticed is None:
+            return None
+        return max(0.0, one.out_s - self._crowd.stood_still(one.noticed, one.noticed + one.out_s))
 
     @staticmethod
     def _is_late(seen: Seen, lag_s: float) -> bool:
