@@ -142,6 +142,19 @@ def test_c2_wrong_types_as_arguments(value: object) -> None:
         Settings.from_env({}, disabled=value)
 
 
+def test_c2_the_other_side_is_to_catch_the_error_and_go_on_with_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As docs/resilience.md says for those whom a typo must not stop: all defaults, but for what is given."""
+    monkeypatch.setenv("GPUROUTE_REGISTRY", "llm=http://127.0.0.1:1")
+    monkeypatch.setenv("GPUROUTE_TIMEOUT", "5 parsecs")
+    monkeypatch.setenv("GPUROUTE_ATTEMPTS", "7")
+    with pytest.raises(ConfigError, match="GPUROUTE_TIMEOUT='5 parsecs'"):
+        Router()
+    with Router(settings=Settings.from_env({}, registry="llm=http://127.0.0.1:1")) as router:
+        router.ready()
+        assert [view.id for view in router.snapshot().pools["llm"].endpoints] == ["127.0.0.1:1"]
+        assert (router.settings.timeout, router.settings.attempts) == (None, 3)
+
+
 def test_all_that_is_wrong_is_said_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         Settings.from_env({"GPUROUTE_ATTEMPTS": "x", "GPUROUTE_TIMEOUT": "y"}, zonee="z")
