@@ -20,7 +20,7 @@ from gpuroute.core.call import Call
 from gpuroute.core.candidates import Ask
 from gpuroute.core.describe import Explanation, RouterView, explain
 from gpuroute.core.endpoint import PROTOCOLS
-from gpuroute.core.policies import BY_SECONDS
+from gpuroute.core.policies import BY_SECONDS, READ_REPORTS
 from gpuroute.core.ring import session_key
 from gpuroute.errors import ConfigError, RegistryUnavailable, RouterClosed
 from gpuroute.pools import Pools
@@ -100,6 +100,7 @@ class Router:
         self._subscription: Subscription | None = None
         self._seat: HeldSeat | None = None
         self._digest: DigestWatch | None = None
+        self._said_unread = False
         self._pools = Pools(self.settings, self.random)
         self._rollout = Rollout(self.settings)
         self._started = False
@@ -169,13 +170,29 @@ class Router:
 
         def deliver(heard: Mapping[str, Mapping[str, Report]]) -> bool:
             router = reference()
-            for pool in router.pools() if router is not None else ():
+            if router is None:
+                return False
+            for pool in router.pools():
                 learn_digest(pool, heard.get(pool.name, {}))
-            return router is not None
+            router._say_if_unread()  # noqa: SLF001  (it is ourselves, held weakly)
+            return True
 
         secret = settings.agent_key.reveal().encode() if settings.agent_key else b""
         own = {"clock": self.clock, "random": self.random}
         return DigestWatch(settings.digest.split(","), deliver, **own, secret=secret, ca=settings.agent_ca)
+
+    def _say_if_unread(self) -> None:
+        """Once, if the digest is read and no pool's policy looks at what it says."""
+        policies = {pool.rules.policy for pool in self.pools()}
+        if policies and not policies & READ_REPORTS and not self._said_unread:
+            self._said_unread = True
+            used, reading = ", ".join(sorted(policies)), ", ".join(sorted(READ_REPORTS))
+            log.warning(
+                "%s is read for nothing: the policy %s looks at no reports; these do: %s",
+                self.settings.named("digest"),
+                used,
+                reading,
+            )
 
     def update(self, fleet: Fleet) -> None:
         """Adopt a whole view of the fleet. Called by the registry; any thread."""

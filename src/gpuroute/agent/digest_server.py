@@ -59,7 +59,7 @@ class DigestServer:
         pair: tuple[str, str] | None = None,
     ) -> None:
         self.collector = collector
-        self.refused = self.served = self.unchanged = 0
+        self.refused = self.served = self.unchanged = self.sent = 0
         self._registry = registry
         self._keys = tuple(keys)
         self._insecure = insecure
@@ -117,6 +117,7 @@ class DigestServer:
                 async with asyncio.timeout(IDLE_S):
                     head = await reader.readuntil(b"\r\n\r\n")
                     keep, data = self._answered(head)
+                    self.sent += len(data)
                     writer.write(data)
                     await writer.drain()
                 if not keep:
@@ -199,6 +200,7 @@ class DigestServer:
             ("served_total", "counter", self.served),
             ("unchanged_total", "counter", self.unchanged),
             ("refused_total", "counter", self.refused),
+            ("sent_bytes_total", "counter", self.sent),
             ("connections", "gauge", len(self._connections)),
         ]
         lines = [f"# TYPE gpuroute_digest_{name} {kind}\ngpuroute_digest_{name} {value}\n" for name, kind, value in rows]
