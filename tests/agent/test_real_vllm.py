@@ -7,9 +7,11 @@ beside this repository, or in the variable REAL_ENGINES.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import threading
 import urllib.error
@@ -30,7 +32,7 @@ from gpuroute.router import Router
 from gpuroute.transports.asking import asker_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 VENV = Path(os.environ.get("GPUROUTE_TEST_VLLM") or "/nonexistent")
 REAL = Path(os.environ.get("REAL_ENGINES") or Path(__file__).parents[3] / "shared" / "real")
@@ -52,9 +54,9 @@ class Vllm:
     """The server in a process group of its own, with a KV cache of 100 blocks of 32 tokens that publishes its events."""
 
     def __init__(self, directory: Path) -> None:
-        model, self.log = directory / "tinyhf", directory / "vllm.log"
+        self.model, self.log = directory / "tinyhf", directory / "vllm.log"
         self.events, self.replay = (f"ipc://{directory}/{name}.sock" for name in ("kv", "replay"))
-        make = [str(VENV / "bin" / "python"), str(REAL / "make_tiny_hf.py"), str(model)]
+        make = [str(VENV / "bin" / "python"), str(REAL / "make_tiny_hf.py"), str(self.model)]
         subprocess.run(make, check=True, capture_output=True)
         port = own_port()
         self.url = f"http://127.0.0.1:{port}"
@@ -63,7 +65,7 @@ class Vllm:
             f'"replay_endpoint": "{self.replay}", "topic": "kv"}}'
         )
         options = ["--num-gpu-blocks-override", str(BLOCKS), "--kv-events-config", config, "--shutdown-timeout", "20"]
-        command = ["bash", str(REAL / "vllm.sh"), str(VENV), str(model), str(port), *options]
+        command = ["bash", str(REAL / "vllm.sh"), str(VENV), str(self.model), str(port), *options]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
 
@@ -216,3 +218,94 @@ def test_kv_events_show_what_the_engine_has_forgotten(up: Vllm, eventually: Call
         assert agent.load()["kv_events"]["lost"] == 0
         assert 0 < agent.load()["kv_events"]["blocks"] <= BLOCKS
         assert clients[0].complete(prompt) < 64, "and it really is"
+
+
+# ------------------------------------------------------------------------------------------ streams that are cut
+
+
+class Cutter:
+    """A relay before the engine that hangs up on its first client after so many events of a stream, in mid-event."""
+
+    def __init__(self, url: str, events: int) -> None:
+        self._engine = ("127.0.0.1", int(url.rpartition(":")[2]))
+        self._events = events
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        with self._listener, self._listener.accept()[0] as here, socket.create_connection(self._engine) as there:
+            for sock in (here, there):
+                sock.settimeout(120)
+            request = b""
+            while not self._is_whole(request):
+                request += here.recv(65_536)
+            there.sendall(request)
+            answer = b""
+            while answer.count(b"data: ") <= self._events:
+                answer += there.recv(65_536)
+            place = -1
+            for _ in range(self._events + 1):
+                place = answer.index(b"data: ", place + 1)
+            here.sendall(answer[: place + 9])
+
+    @staticmethod
+    def _is_whole(request: bytes) -> bool:
+        head, end, body = request.partition(b"\r\n\r\n")
+        length = re.search(rb"(?im)^content-length: (\d+)", head)
+        return bool(end) and length is not None and len(body) >= int(length[1])
+
+    def close(self) -> None:
+        self._thread.join(120)
+
+
+CAPITALS = "ABCDEFGH"
+LONG = 48
+
+
+def letters(directory: Path) -> list[int]:
+    """Tokens that stay what they are beside each other: the model's tokenizer has learned to join small letters only.
+    Text that is tokenised anew may else become other tokens, after which nobody could tell what a continuation lost."""
+    vocabulary = json.loads((directory / "tokenizer.json").read_text())["model"]["vocab"]
+    return [vocabulary[letter] for letter in CAPITALS]
+
+
+def generation(url: str, tokens: list[int]) -> dict[str, object]:
+    said = f"route the gpu {SENTENCE}"
+    asked = {"prompt": said} if url.endswith("/v1/completions") else {"messages": [{"role": "user", "content": said}]}
+    generated = {"allowed_token_ids": tokens, "max_tokens": LONG, "temperature": 0, "ignore_eos": True}
+    return {"model": "tiny", **asked, **generated, "stream": True, "stream_options": {"include_usage": True}}
+
+
+def told(lines: Iterable[str]) -> tuple[str, list[str], dict[str, int]]:
+    """The text of a stream, its ids, and its usage."""
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    choices = [choice for event in events for choice in event["choices"]]
+    texts = [choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices]
+    usage = [event["usage"] for event in events if event.get("usage")]
+    return "".join(texts), sorted({event["id"] for event in events}), usage[-1]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("after", [2, LONG // 2])
+def test_a_stream_that_is_cut_goes_on_token_by_token(up: Vllm, path: str, after: int) -> None:
+    asked = generation(path, letters(up.model))
+    whole, _, usage = told(httpx2.post(up.url + path, json=asked, timeout=300).raise_for_status().text.splitlines())
+    assert len(whole) == usage["completion_tokens"] == LONG, "one letter is one token"
+    assert len(set(whole)) > 1
+    cutter = Cutter(up.url, after)
+    endpoints = [Endpoint(name, url, engine="vllm") for name, url in (("cut", cutter.url), ("well", up.url))]
+    with (
+        Router(endpoints={"p": endpoints}, policy="round_robin", continuation=True, random=lambda: 0.0) as router,
+        gpuroute.httpx2.Client(router, timeout=300) as client,
+        client.stream("POST", f"http://p{path}", json=asked) as response,
+    ):
+        assert response.extensions["gpuroute"]["endpoint"] == "cut"
+        text, ids, sum_of_both = told(list(response.iter_lines()))
+        assert router.snapshot().pools["p"].signals["continuations"] == 1
+    cutter.close()
+    assert text == whole
+    assert len(ids) == 1
+    assert sum_of_both["completion_tokens"] == LONG
+    assert sum_of_both["prompt_tokens"] == usage["prompt_tokens"]
