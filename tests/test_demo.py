@@ -80,7 +80,7 @@ def test_ctrl_c_leaves_nothing_behind(eventually: Callable[..., None]) -> None:
         children = _children(demo.pid)
         assert len(children) >= 5
         demo.send_signal(2)
-        assert demo.wait(30) == 130
+        assert demo.wait(60) == 130
     eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children), "all servers are gone")
 
 

@@ -91,7 +91,7 @@ def test_examples_run(name: str) -> None:
             env=environ,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=110,
             check=False,
         )
     assert done.returncode == 0, done.stderr

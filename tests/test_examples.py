@@ -46,7 +46,7 @@ def servers() -> Iterator[list[GpuServer]]:
 def run(name: str, registry: str | None) -> str:
     environ = {**os.environ, **({"GPUROUTE_REGISTRY": registry} if registry else {})}
     command = [sys.executable, "-W", "error", str(EXAMPLES / f"{name}.py")]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=110, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout
 

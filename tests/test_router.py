@@ -134,7 +134,7 @@ def test_ready_waits_for_the_first_view() -> None:
     thread.start()
     waiting.wait()
     registry.set({"llm": named("a")})
-    thread.join(10)
+    thread.join(60)
     assert seen == ["a"]
 
 
@@ -222,7 +222,7 @@ def test_a_closed_router_refuses_everything_new() -> None:
 
 
 def test_closing_wakes_those_who_wait_for_a_view() -> None:
-    router = make(FakeRegistry(), ready_timeout=60.0)
+    router = make(FakeRegistry(), ready_timeout=110.0)
     caught: list[BaseException] = []
 
     def wait() -> None:
@@ -242,7 +242,7 @@ def test_closing_wakes_those_who_wait_for_a_view() -> None:
     thread = threading.Thread(target=wait)
     thread.start()
     asyncio.run(await_it())
-    thread.join(10)
+    thread.join(60)
     assert len(caught) == 1
 
 
@@ -922,7 +922,7 @@ os._exit(0)
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
 def test_a_forked_child_starts_afresh_whatever_its_parent_held() -> None:
-    done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     one, two = result["children"]

@@ -48,7 +48,7 @@ class AgentThread:
 
     def __enter__(self) -> Self:
         self._thread.start()
-        assert self._started.wait(10)
+        assert self._started.wait(60)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -69,7 +69,7 @@ def desks(count: int = 4) -> list[Desk]:
 def router_of(endpoints: Sequence[Endpoint], **settings: Any) -> tuple[Router, Asker]:
     """A started router over pool `p` and its asker."""
     router = Router(endpoints={"p": list(endpoints)}, **{"asks": "on", "agent_key": KEY, "ask_timeout": "2s", **settings})
-    router.ready(5)
+    router.ready(60)
     asker = asker_of(router)
     assert asker is not None
     return router, asker

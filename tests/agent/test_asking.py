@@ -69,7 +69,7 @@ def test_bids_are_the_agents_own_words(how: str) -> None:
 
 def _wait(condition: object, asker: Asker, how: str) -> None:
     """All but one answer is enough for a call; here the last one is waited for too."""
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         for line in asker._lines:
@@ -108,7 +108,7 @@ def test_agents_that_do_not_answer_cost_the_timeout_and_nothing_else(how: str, a
         call = call_of(router)
         with Stopwatch() as watch:
             asking = asked(asker, call, how)
-        assert watch.seconds < 1.0
+        assert watch.seconds < 5
         assert asking.bids == {}
         assert call.next_attempt(router.clock()).state.id in {"gpu-0", "gpu-1"}
         assert asker.counts.timeouts == 1
@@ -458,7 +458,7 @@ def test_names_are_looked_up_beside_the_calls(eventually: object, monkeypatch: p
     real = socket.getaddrinfo
 
     def slow(host: str, *rest: object, **named: object) -> object:
-        assert wait.wait(10)
+        assert wait.wait(60)
         return real("127.0.0.1" if host == "agent.test" else host, *rest, **named)
 
     monkeypatch.setattr(socket, "getaddrinfo", slow)

@@ -61,9 +61,9 @@ def test_sync_calls_ask(server_url: str, eventually: Callable[..., None]) -> Non
     with AgentThread(desks(2)) as agent:
         router = router_for(agent, server_url)
         with gpuroute.grpc.channel(router, "p", prompt=prompt) as channel:
-            assert channel.unary_unary("/x/one")(b"hello", timeout=10) == b"hello"
-            assert channel.unary_unary("/x/one").future(b"hello", timeout=10).result() == b"hello"
-            assert list(channel.unary_stream("/x/many")(b"hello", timeout=10)) == [b"hello"] * 3
+            assert channel.unary_unary("/x/one")(b"hello", timeout=60) == b"hello"
+            assert channel.unary_unary("/x/one").future(b"hello", timeout=60).result() == b"hello"
+            assert list(channel.unary_stream("/x/many")(b"hello", timeout=60)) == [b"hello"] * 3
         eventually(lambda: told(agent) == (3, 3), "three calls have asked two agents, taken and told")
         assert asker_of(router).counts.asks == 6
         assert all(desk.asks >= 3 for desk in agent.desks)
@@ -73,8 +73,8 @@ def test_sync_calls_ask(server_url: str, eventually: Callable[..., None]) -> Non
 def test_async_calls_ask(server_url: str, eventually: Callable[..., None]) -> None:
     async def main(router: Router) -> None:
         async with gpuroute.grpc.aio.channel(router, "p", prompt=prompt) as channel:
-            assert await channel.unary_unary("/x/one")(b"hello", timeout=10) == b"hello"
-            assert [m async for m in channel.unary_stream("/x/many")(b"hello", timeout=10)] == [b"hello"] * 3
+            assert await channel.unary_unary("/x/one")(b"hello", timeout=60) == b"hello"
+            assert [m async for m in channel.unary_stream("/x/many")(b"hello", timeout=60)] == [b"hello"] * 3
 
     with AgentThread(desks(2)) as agent:
         asyncio.run(main(router_for(agent, server_url)))
@@ -87,8 +87,8 @@ def test_the_busy_one_is_avoided_and_silence_does_not_hurt(server_url: str) -> N
         agent.desks[0].sampled(agent.desks[0].book.sample._replace(queued_tokens=500_000))
         with gpuroute.grpc.channel(router, "p", prompt=prompt) as channel:
             for _ in range(5):
-                channel.unary_unary("/x/one")(b"hello", timeout=10)
+                channel.unary_unary("/x/one")(b"hello", timeout=60)
         assert agent.desks[0].takes == 0
     agent.port = own_port()
     with gpuroute.grpc.channel(router_for(agent, server_url, ask_timeout="5ms"), "p") as channel:
-        assert channel.unary_unary("/x/one")(b"hello", timeout=10) == b"hello"
+        assert channel.unary_unary("/x/one")(b"hello", timeout=60) == b"hello"

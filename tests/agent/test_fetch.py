@@ -23,7 +23,7 @@ def fetched(answer: bytes, path: str = "/x", **options: object) -> tuple[Reply, 
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         try:
-            return await fetch(f"http://127.0.0.1:{port}/base", path, **{"timeout": 5.0, **options})
+            return await fetch(f"http://127.0.0.1:{port}/base", path, **{"timeout": 60.0, **options})
         finally:
             server.close()
 

@@ -136,14 +136,14 @@ def door(request: pytest.FixtureRequest) -> Iterator[Door]:
     if request.param == "grpc":
         with GrpcAgent(desks(1), (KEY,)) as agent, grpc.insecure_channel(f"127.0.0.1:{agent.port}") as channel:
             method = channel.unary_unary(GRPC_METHOD)
-            yield Door("grpc", agent.desks, agent.answers, lambda data: bytes(method(data, timeout=20)))
+            yield Door("grpc", agent.desks, agent.answers, lambda data: bytes(method(data, timeout=60)))
         return
     with AgentThread(desks(1)) as agent, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         sock.connect(("127.0.0.1", agent.port))
 
         def say(data: bytes) -> bytes:
             """The agent reads in order, so an answer to an honest ask behind a message means that it has been read."""
-            sock.settimeout(20)
+            sock.settimeout(60)
             probe = encode_ask(AskBody(1, ()), 0xBEEF, now_ms(), 0, 0, KEY)
             sock.send(data)
             sock.send(probe)
@@ -228,7 +228,7 @@ def test_what_was_recorded_on_one_transport_is_a_replay_on_the_other() -> None:
     take = encode_take(TakeBody(4_000, 5_000), 5, now_ms(), 0, 0, KEY)
     with GrpcAgent(desks(1), (KEY,)) as agent, grpc.insecure_channel(f"127.0.0.1:{agent.port}") as channel:
         agent.answers.answer(take, "10.0.0.9", time.monotonic(), now_ms())
-        channel.unary_unary(GRPC_METHOD)(take, timeout=20)
+        channel.unary_unary(GRPC_METHOD)(take, timeout=60)
         assert (agent.desks[0].takes, agent.answers.dropped["replayed"]) == (1, 1)
 
 

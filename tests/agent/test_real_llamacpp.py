@@ -76,7 +76,7 @@ def test_llamacpp_registers_reports_restarts_and_drains(
     llama: Llama, eventually: Callable[..., None], tmp_path: Path
 ) -> None:
     with EtcdCluster(tmp_path) as etcd:
-        options = ["--registry", f"{etcd.url}/real", "--pool", "p", "--id", "real", "--warmup", "4", "--ttl", "2"]
+        options = ["--registry", f"{etcd.url}/real", "--pool", "p", "--id", "real", "--warmup", "4", "--ttl", "20"]
         eyes = Eyes(f"{etcd.url}/real")
         with AgentProcess("--url", llama.url, *options) as agent:
             eventually(lambda: eyes.state("real") == "ready", "it is registered as ready")
