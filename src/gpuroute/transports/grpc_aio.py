@@ -24,22 +24,19 @@ from gpuroute.transports.grpc_aio_calls import (
 from gpuroute.transports.grpc_aio_flight import Requests
 from gpuroute.transports.grpc_connectivity import READY, aggregate, untried
 from gpuroute.transports.grpc_errors import SERIALIZING, aio_ended
-from gpuroute.transports.grpc_hub import Hub
+from gpuroute.transports.grpc_hub import wire
 from gpuroute.transports.grpc_method import Makers, Multicallable
-from gpuroute.transports.grpc_peers import Dialer, Peers, channel_options
-from gpuroute.transports.grpc_reports import reports_of
+from gpuroute.transports.grpc_peers import Peers
 from gpuroute.transports.grpc_rpc import Rpc
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from types import TracebackType
     from typing import Self
 
     from gpuroute.router import Router
     from gpuroute.transports.asking import Asker
     from gpuroute.transports.grpc_aio_flight import Flight
-    from gpuroute.transports.grpc_hub import ReadPrompt
-    from gpuroute.transports.grpc_peers import Options
 
 _LOGGER = logging.getLogger("gpuroute")
 CLOSED = "Channel is closed."  # grpcio's own words
@@ -50,29 +47,13 @@ class RoutedAioChannel(Makers, grpc.aio.Channel):
     """A channel whose every RPC is routed. Made anywhere, used in any event loop; opens nothing before its first call."""
 
     def __init__(
-        self,
-        router: Router,
-        pool: str,
-        *,
-        options: Options = (),
-        credentials: grpc.ChannelCredentials | None = None,
-        compression: grpc.Compression | None = None,
-        interceptors: Sequence[grpc.aio.ClientInterceptor] = (),
-        prompt: ReadPrompt | None = None,
-        replay: str = "unavailable",
-        idle_timeout: float = 300.0,
-        load_reports: float | None = None,
+        self, router: Router, pool: str, *, interceptors: Sequence[grpc.aio.ClientInterceptor] = (), **how: Any
     ) -> None:
-        self._hub = Hub(router, pool, prompt, replay)
-        settings = router.settings
-        ours = channel_options(
-            options, connect_timeout=settings.connect_timeout, idle=idle_timeout, trust_env=settings.trust_env
-        )
-        self._idle = idle_timeout
+        self._idle = how["idle_timeout"]
         self._intercepted = bool(interceptors)
-        how = {"interceptors": tuple(interceptors)} if interceptors else {}
-        self._dial = Dialer(grpc.aio.insecure_channel, grpc.aio.secure_channel, ours, credentials, compression, **how)
-        self._reports = reports_of(self._hub, ours, credentials, load_reports)
+        extra = {"interceptors": tuple(interceptors)} if interceptors else {}
+        dialers = grpc.aio.insecure_channel, grpc.aio.secure_channel
+        self._hub, self._dial, self._reports = wire(router, pool, *dialers, extra, **how)
         self._peers_by_loop: dict[asyncio.AbstractEventLoop, Peers] = {}
         router.on_fork(self._forked)
 
@@ -150,75 +131,65 @@ def _leave(channel: object) -> None:
 class _Method(Multicallable):
     """What the four kinds have in common."""
 
+    kind: type[Any]
+    """What its calls are."""
+
     def __init__(self, channel: RoutedAioChannel, *what: Any) -> None:
         super().__init__(*what)
         self._channel = channel
 
     def _fly(
         self,
-        kind: Callable[..., Any],
         request: Any,
-        timeout: float | None,
-        metadata: Any,
-        credentials: Any,
-        patient: bool | None,
-        compression: Any,
+        timeout: float | None = None,
+        metadata: Any = None,
+        credentials: grpc.CallCredentials | None = None,
+        wait_for_ready: bool | None = None,
+        compression: grpc.Compression | None = None,
     ) -> Any:
         """A call of this kind, begun."""
-        hub, loop = self._hub, asyncio.get_running_loop()
+        hub, loop = self.hub, asyncio.get_running_loop()
         if hub.closed:
             raise grpc.aio.UsageError(CLOSED)
         body = self._serialized(request) if self._early else request
         requests = None if self._one or request is None else Requests(request)
-        call = kind(loop, self._method, body, requests, credentials, compression)
+        call = self.kind(loop, self._method, body, requests, credentials, compression)
         if hub.known == hub.router.version:
-            self._begin(call.flight, timeout, metadata, patient)
+            self._begin(call.flight, timeout, metadata, wait_for_ready)
         elif hub.version < 0 and hub.waits:
             flight = call.flight
             flight.until = None if timeout is None else hub.clock() + timeout
-            flight.launch_later(self._begin_later(flight, timeout, metadata, patient))
+            flight.launch_later(self._begin_later(flight, timeout, metadata, wait_for_ready))
         else:
-            self._look(call.flight, timeout, metadata, patient)
+            self._look(call.flight, timeout, metadata, wait_for_ready)
         return call
 
     def _look(self, flight: Flight, timeout: float | None, metadata: Any, patient: bool | None) -> None:
         """Begin a call after a look at the pool, which may say that it is not to be routed."""
-        hub = self._hub
+        hub = self.hub
         if hub.version != hub.router.version:
             hub.look()
         plain = hub.unrouted(self._channel.peers(flight.loop), metadata) if hub.leaves else None
         if plain is not None:
-            flight.adopt(self._send_unrouted(flight, plain, timeout, patient))
+            flight.adopt(flight.send(plain[0], timeout, plain[1], wait_for_ready=patient))
         else:
             self._begin(flight, timeout, metadata, patient)
 
     def _begin(self, flight: Flight, timeout: float | None, metadata: Any, patient: bool | None) -> None:
-        hub, streaming = self._hub, self._streaming
         data = (flight.body if self._early else self._serialized(flight.body)) if self._one else None
-        peers = self._channel.peers(flight.loop)
-        flight.rpc = rpc = Rpc(hub, peers, self._name, data, timeout, metadata, patient, streaming)
-        if hub.asker is not None and hub.asker.worth_asking(rpc.call):
-            flight.launch_later(_ask(flight, rpc, hub.asker))
+        peers, asker = self._channel.peers(flight.loop), self.hub.asker
+        flight.rpc = rpc = Rpc(self, peers, data, timeout, metadata, patient)
+        if asker is not None and asker.worth_asking(rpc.call):
+            flight.launch_later(_ask(flight, rpc, asker))
         else:
             flight.launch()
-        if streaming and self._one and rpc.call.pool.rules.watchdog.enabled:
+        if self.streaming and self._one and rpc.call.pool.rules.watchdog.enabled:
             flight.watch()
-
-    def _send_unrouted(self, flight: Flight, plain: tuple[Any, Any], timeout: float | None, patient: bool | None) -> Any:
-        peer, metadata = plain
-        return peer.bind(self._method)(
-            flight.body if flight.requests is None else flight.requests.view(),
-            timeout=timeout,
-            metadata=metadata,
-            wait_for_ready=patient,
-            credentials=flight.credentials,
-            compression=flight.compression,
-        )
 
     async def _begin_later(self, flight: Flight, timeout: float | None, metadata: Any, patient: bool | None) -> None:
         """Begin once the first view of the fleet is here; the wait for it counts."""
         try:
-            timeout = await self._hub.await_view(timeout)
+            timeout = await self.hub.await_view(timeout)
             if not flight.over:
                 self._look(flight, timeout, metadata, patient)
         except Exception as error:
@@ -236,12 +207,17 @@ class _Method(Multicallable):
 
 async def _ask(flight: Flight, rpc: Rpc, asker: Asker) -> None:
     """Launch a call when those that could take it have said how busy they are."""
-    rpc.asked = await asker.ask_async(rpc.call)
+    rpc.ask(await asker.ask_async(rpc.call))
     flight.launch()
 
 
+# Arguments and results of the four are those of their base classes in `grpc.aio`; `how` is all but the request.
+
+
 class UnaryUnary(_Method, grpc.aio.UnaryUnaryMultiCallable):  # type: ignore[type-arg]
-    """One request, one response. Arguments and results are those of `grpc.aio.UnaryUnaryMultiCallable`."""
+    """One request, one response."""
+
+    kind = RoutedUnaryUnaryCall
 
     def __call__(
         self,
@@ -254,60 +230,37 @@ class UnaryUnary(_Method, grpc.aio.UnaryUnaryMultiCallable):  # type: ignore[typ
         compression: grpc.Compression | None = None,
     ) -> Any:
         """The call: await it for the response. Raises grpc.aio.AioRpcError."""
-        return self._fly(RoutedUnaryUnaryCall, request, timeout, metadata, credentials, wait_for_ready, compression)
+        return self._fly(request, timeout, metadata, credentials, wait_for_ready, compression)
 
 
 class UnaryStream(_Method, grpc.aio.UnaryStreamMultiCallable):  # type: ignore[type-arg]
-    """One request, a stream of responses. Arguments and results are those of `grpc.aio.UnaryStreamMultiCallable`."""
+    """One request, a stream of responses."""
 
-    def __call__(
-        self,
-        request: Any,
-        *,
-        timeout: float | None = None,
-        metadata: Any = None,
-        credentials: grpc.CallCredentials | None = None,
-        wait_for_ready: bool | None = None,
-        compression: grpc.Compression | None = None,
-    ) -> Any:
+    kind = RoutedUnaryStreamCall
+
+    def __call__(self, request: Any, **how: Any) -> Any:
         """The call: iterate over it, or `read`."""
-        return self._fly(RoutedUnaryStreamCall, request, timeout, metadata, credentials, wait_for_ready, compression)
+        return self._fly(request, **how)
 
 
 class StreamUnary(_Method, grpc.aio.StreamUnaryMultiCallable):  # type: ignore[type-arg]
-    """A stream of requests, one response. Arguments and results are those of `grpc.aio.StreamUnaryMultiCallable`."""
+    """A stream of requests, one response."""
 
-    def __call__(
-        self,
-        request_iterator: Any = None,
-        timeout: float | None = None,
-        metadata: Any = None,
-        credentials: grpc.CallCredentials | None = None,
-        wait_for_ready: bool | None = None,
-        compression: grpc.Compression | None = None,
-    ) -> Any:
+    kind = RoutedStreamUnaryCall
+
+    def __call__(self, request_iterator: Any = None, *how: Any, **named: Any) -> Any:
         """The call: `write` to it unless an iterator was given, then await it."""
-        return self._fly(
-            RoutedStreamUnaryCall, request_iterator, timeout, metadata, credentials, wait_for_ready, compression
-        )
+        return self._fly(request_iterator, *how, **named)
 
 
 class StreamStream(_Method, grpc.aio.StreamStreamMultiCallable):  # type: ignore[type-arg]
-    """A stream of requests, a stream of responses; see `grpc.aio.StreamStreamMultiCallable`."""
+    """A stream of requests, a stream of responses."""
 
-    def __call__(
-        self,
-        request_iterator: Any = None,
-        timeout: float | None = None,
-        metadata: Any = None,
-        credentials: grpc.CallCredentials | None = None,
-        wait_for_ready: bool | None = None,
-        compression: grpc.Compression | None = None,
-    ) -> Any:
+    kind = RoutedStreamStreamCall
+
+    def __call__(self, request_iterator: Any = None, *how: Any, **named: Any) -> Any:
         """The call: `write` to it unless an iterator was given; iterate over it, or `read`."""
-        return self._fly(
-            RoutedStreamStreamCall, request_iterator, timeout, metadata, credentials, wait_for_ready, compression
-        )
+        return self._fly(request_iterator, *how, **named)
 
 
 _KINDS: dict[str, type[_Method]] = {

@@ -88,12 +88,18 @@ class Flight:
     `twin` is a second attempt beside the present one, for unary calls that may hedge.
     """
 
-    # What few calls need is looked up in the class until it is set.
+    # What is not yet, or what few calls need, is looked up in the class until it is set.
+    rpc: Rpc | None = None
+    inner: Any = None
+    twin: tuple[Any, Rpc] | None = None
+    over = False
     wrote = False
     messages = 0
     until: float | None = None  # the deadline of a call that waits for the first view of the fleet
     reading_since: float | None = None
     error: BaseException | None = None  # the end, where there is no inner call to tell it
+    _cancelled = False
+    _awaited = False
     _changed: asyncio.Event | None = None
     _callbacks: list[Callable[[], None]] | None = None
     _timer: asyncio.TimerHandle | asyncio.Task[None] | None = None
@@ -113,10 +119,6 @@ class Flight:
         self.requests = requests
         self.credentials = credentials
         self.compression = compression
-        self.rpc: Rpc | None = None
-        self.inner: Any = None
-        self.twin: tuple[Any, Rpc] | None = None
-        self.over = self._cancelled = self._awaited = False
 
     def launch(self) -> None:
         """Begin the next attempt, now or when its delay has passed."""
@@ -129,7 +131,7 @@ class Flight:
             if peer is None:
                 self._timer = self.loop.call_later(rpc.wait, self.launch)
                 return
-            inner = self._send(peer, rpc)
+            inner = self.send(peer, rpc.left, rpc.sending)
         except (NoEndpointAvailable, DeadlineExceeded) as error:
             cause = rpc.cause if isinstance(error, NoEndpointAvailable) else None
             self.end(cause or aio_ended(error))
@@ -145,13 +147,16 @@ class Flight:
         if rpc.races:
             self._hedge_later(inner, rpc)
 
-    def _send(self, peer: Peer, rpc: Rpc) -> Any:
-        return peer.bind(self.method)(
+    def send(self, peer: Peer, timeout: float | None, metadata: Any, **how: Any) -> Any:
+        """grpcio's own call, begun there."""
+        send = peer.methods.get(self.method) or peer.bind(self.method)
+        return send(
             self.body if self.requests is None else self.requests.view(),
-            timeout=rpc.left,
-            metadata=rpc.sending,
+            timeout=timeout,
+            metadata=metadata,
             credentials=self.credentials,
             compression=self.compression,
+            **how,
         )
 
     def launch_later(self, begin: Coroutine[Any, Any, None]) -> None:
@@ -175,25 +180,24 @@ class Flight:
             return
         other = self.rpc.second()
         if other is not None and other.peer is not None:
-            second = self._send(other.peer, other)
+            second = self.send(other.peer, other.left, other.sending)
             self.twin = (second, other)
             second.add_done_callback(self.settle)
 
     def settle(self, inner: Any) -> None:
         """Learn from the end of an attempt, and retry, let its twin go on, or conclude."""
-        rpc = self.rpc
-        if self.over or (inner is not self.inner and (self.twin is None or inner is not self.twin[0])):
+        rpc, twin = self.rpc, self.twin
+        if self.over or (inner is not self.inner and (twin is None or inner is not twin[0])):
             return
-        if self.twin is not None:
-            self._settle_race(inner, self.twin)
-            return
-        if not self._conclude(inner, rpc):
+        if twin is not None:
+            self._settle_race(inner, twin)
+        elif self._conclude(inner, rpc):
+            self.over = True
+            if self._awaited or self._callbacks is not None:
+                self._land()
+        else:
             self.inner = None
             self.launch()
-            return
-        self.over = True
-        if self._awaited or self._callbacks is not None:
-            self._land()
 
     def _settle_race(self, inner: Any, twin: tuple[Any, Rpc]) -> None:
         assert self.rpc is not None

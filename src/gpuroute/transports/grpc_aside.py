@@ -55,7 +55,7 @@ class Aside:
 
 async def _ask(flight: Flight, asker: Asker) -> None:
     try:
-        flight.rpc.asked = await asker.ask_async(flight.rpc.call)
+        flight.rpc.ask(await asker.ask_async(flight.rpc.call))
     finally:
         flight.launch()
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import grpc
+
 from gpuroute.core.endpoint import GRPC, Endpoint
 from gpuroute.core.prefix import Prompt, ladder
 from gpuroute.errors import ConfigError
@@ -13,17 +15,18 @@ from gpuroute.router import check_router
 from gpuroute.transports.asking import asker_of
 from gpuroute.transports.grpc_method import Method
 from gpuroute.transports.grpc_options import split_metadata
-from gpuroute.transports.grpc_peers import MAX_METHODS
+from gpuroute.transports.grpc_peers import MAX_METHODS, Dialer, channel_options
+from gpuroute.transports.grpc_reports import Reports
 from gpuroute.transports.grpc_status import REPEATED, REPEATED_IF_SAFE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from gpuroute.core.call import Call
     from gpuroute.core.pool import Pool
     from gpuroute.router import Router
+    from gpuroute.transports import bodies, grpc_peers
     from gpuroute.transports.asking import Asker
-    from gpuroute.transports.bodies import Options
     from gpuroute.transports.grpc_options import Pairs
     from gpuroute.transports.grpc_peers import Peer, Peers
 
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
 UNSENT, UNAVAILABLE, FAILED = "unsent", "unavailable", "failed"
 REPLAY = (UNSENT, UNAVAILABLE, FAILED)
 NO_STEPS: Sequence[int] = ()
+NOTHING: Mapping[str, Any] = {}
 NEVER = -1
 
 
@@ -118,13 +122,11 @@ class Hub:
 
             CHECKER.watch(router)
 
-    def call_with(self, asked: Options, method: str, request: bytes | None, timeout: float | None) -> Call:
+    def call_with(self, asked: bodies.Options, method: str, request: bytes | None, timeout: float | None) -> Call:
         """The call of a request that says something of itself: a prompt, a key, or options of its own."""
         key, steps, tokens = asked.key, NO_STEPS, 0
         if asked.timeout is not None:
             timeout = asked.timeout if timeout is None else min(timeout, asked.timeout)
-        if timeout is not None:
-            timeout = max(timeout, 0.0)
         if self.reads and request and not key:
             key, steps, tokens = self._read(method, request)
         call = self.router.call(
@@ -166,3 +168,30 @@ class Hub:
         salt = self.router.settings.salt
         chosen = salt.reveal() if salt else self.router.pool(self.pool).spec.config.salt
         return None, ladder(prompt, chosen), prompt.tokens
+
+
+def wire(
+    router: Router,
+    pool: str,
+    insecure: Callable[..., Any],
+    secure: Callable[..., Any],
+    extra: Mapping[str, Any] = NOTHING,
+    *,
+    options: grpc_peers.Options,
+    credentials: grpc.ChannelCredentials | None,
+    compression: grpc.Compression | None,
+    prompt: ReadPrompt | None,
+    replay: str,
+    idle_timeout: float,
+    load_reports: float | None,
+) -> tuple[Hub, Dialer, Reports | None]:
+    """What a routed channel of these arguments consists of. Raises ConfigError."""
+    hub, settings = Hub(router, pool, prompt, replay), router.settings
+    ours = channel_options(
+        options, connect_timeout=settings.connect_timeout, idle=idle_timeout, trust_env=settings.trust_env
+    )
+    dialer = Dialer(insecure, secure, ours, credentials, compression, **extra)
+    if load_reports is None:
+        return hub, dialer, None
+    aside = Dialer(grpc.aio.insecure_channel, grpc.aio.secure_channel, ours, credentials, None)
+    return hub, dialer, Reports(hub, aside, load_reports)

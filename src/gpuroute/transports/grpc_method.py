@@ -45,14 +45,28 @@ class Multicallable:
         registered: bool | None,
         early: bool = True,
     ) -> None:
-        self._hub = hub
-        self._name = name
+        self.hub = hub
+        self.name = name
+        self.streaming = kind != "unary_unary"
         self._serializer = serializer
         self._one = kind.startswith("unary")
         self._early = early and self._one
-        self._streaming = kind != "unary_unary"
         self._whole = hub.method(kind, name, serializer, deserializer, registered)
         self._method = hub.method(kind, name, None, deserializer, registered) if self._early else self._whole
+
+
+def _maker(kind: str) -> Any:
+    def make(
+        self: Makers,
+        method: str,
+        request_serializer: Serializer = None,
+        response_deserializer: Deserializer = None,
+        _registered_method: bool | None = False,
+    ) -> Any:
+        """A multicallable for one method."""
+        return self._make(kind, method, request_serializer, response_deserializer, _registered_method)
+
+    return make
 
 
 class Makers:
@@ -61,42 +75,5 @@ class Makers:
     def _make(self, kind: str, *method: Any) -> Any:
         raise NotImplementedError
 
-    def unary_unary(
-        self,
-        method: str,
-        request_serializer: Serializer = None,
-        response_deserializer: Deserializer = None,
-        _registered_method: bool | None = False,
-    ) -> Any:
-        """A multicallable for one method."""
-        return self._make("unary_unary", method, request_serializer, response_deserializer, _registered_method)
-
-    def unary_stream(
-        self,
-        method: str,
-        request_serializer: Serializer = None,
-        response_deserializer: Deserializer = None,
-        _registered_method: bool | None = False,
-    ) -> Any:
-        """A multicallable for one method."""
-        return self._make("unary_stream", method, request_serializer, response_deserializer, _registered_method)
-
-    def stream_unary(
-        self,
-        method: str,
-        request_serializer: Serializer = None,
-        response_deserializer: Deserializer = None,
-        _registered_method: bool | None = False,
-    ) -> Any:
-        """A multicallable for one method."""
-        return self._make("stream_unary", method, request_serializer, response_deserializer, _registered_method)
-
-    def stream_stream(
-        self,
-        method: str,
-        request_serializer: Serializer = None,
-        response_deserializer: Deserializer = None,
-        _registered_method: bool | None = False,
-    ) -> Any:
-        """A multicallable for one method."""
-        return self._make("stream_stream", method, request_serializer, response_deserializer, _registered_method)
+    unary_unary, unary_stream = _maker("unary_unary"), _maker("unary_stream")
+    stream_unary, stream_stream = _maker("stream_unary"), _maker("stream_stream")

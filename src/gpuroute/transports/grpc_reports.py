@@ -18,7 +18,6 @@ from gpuroute.core.orca import parse_orca_bin
 from gpuroute.core.wire import encode
 from gpuroute.errors import ConfigError
 from gpuroute.transports.grpc_aside import ASIDE
-from gpuroute.transports.grpc_peers import Dialer
 from gpuroute.transports.piggyback import learn_load
 
 if TYPE_CHECKING:
@@ -40,21 +39,11 @@ def report_request(every: float) -> bytes:
     return encode((1, encode((1, int(every)), (2, round(every % 1 * 1e9)))))
 
 
-def reports_of(
-    hub: Hub, options: dict[str, Any], credentials: grpc.ChannelCredentials | None, every: float | None
-) -> Reports | None:
-    """The reports of a channel with these options; None unless they are asked for."""
-    if every is None:
-        return None
-    dial = Dialer(grpc.aio.insecure_channel, grpc.aio.secure_channel, options, credentials, None)
-    return Reports(hub, dial, every)
-
-
 class Reports:
     """The streams of one routed channel. Any thread. They end with the channel, the router, or the endpoint's record."""
 
     def __init__(self, hub: Hub, dial: Callable[[Endpoint], Any], every: float) -> None:
-        if not 0 < every < math.inf:
+        if isinstance(every, bool) or not isinstance(every, (int, float)) or not 0 < every < math.inf:
             raise ConfigError(f"load_reports={every!r}: expected seconds above 0, or None")
         self._hub = weakref.ref(hub)
         self._dial = dial

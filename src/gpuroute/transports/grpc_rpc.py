@@ -29,7 +29,7 @@ from gpuroute.transports.piggyback import learn_load
 if TYPE_CHECKING:
     from gpuroute.core.attempt import Attempt
     from gpuroute.transports.asking import Asking
-    from gpuroute.transports.grpc_hub import Hub
+    from gpuroute.transports.grpc_method import Multicallable
     from gpuroute.transports.grpc_options import Pairs
     from gpuroute.transports.grpc_peers import Peer, Peers
 
@@ -47,9 +47,9 @@ class Rpc:
     calls, where these run.
     """
 
-    __slots__ = ("asked", "attempt", "call", "cause", "guarded", "hub", "left", "limited", "metadata", "not_before",
-                 "observer", "over", "patient", "peer", "peers", "quiet", "sending", "streaming", "token",
-                 "wait")  # fmt: skip
+    __slots__ = ("asked", "attempt", "call", "cause", "fresh", "guarded", "hub", "left", "limited", "metadata",
+                 "not_before", "observer", "over", "patient", "peer", "peers", "quiet", "races", "sending", "streaming",
+                 "token", "wait")  # fmt: skip
 
     peer: Peer
     """The channel of the present attempt."""
@@ -63,49 +63,48 @@ class Rpc:
 
     def __init__(
         self,
-        hub: Hub,
+        method: Multicallable,
         peers: Peers,
-        method: str,
         request: bytes | None,
         timeout: float | None,
         metadata: Pairs | None,
         patient: bool | None,
-        streaming: bool,
     ) -> None:
         """Begin a call; `request` is None if it comes as a stream. Raises UnknownPool, RouterClosed, ConfigError, ..."""
-        asked, pool = CHOSEN.get(), hub.found
+        self.hub = hub = method.hub
+        self.streaming = streaming = method.streaming
+        asked = CHOSEN.get()
         if metadata:
             asked, metadata = split_metadata(metadata)
-        said = timeout is not None or asked.timeout is not None
-        if asked is not NO_OPTIONS or (hub.reads and request):
-            call = hub.call_with(asked, method, request, timeout)
+        if timeout is not None and timeout < 0:
+            timeout = 0.0  # grpcio takes it, and says DEADLINE_EXCEEDED
+        if asked is not NO_OPTIONS or (request and hub.reads):
+            call = hub.call_with(asked, method.name, request, timeout)
         else:
-            if timeout is not None and timeout < 0:
-                timeout = 0.0  # grpcio takes it, and says DEADLINE_EXCEEDED
-            call = Call(pool, hub.clock(), timeout=timeout, replayable=hub.replay and request is not None)
+            call = Call(hub.found, hub.clock(), timeout=timeout, replayable=hub.replay and request is not None)
         if peers.version != hub.version or call.started >= peers.sweep_at:
-            peers.sweep(pool.snapshot.by_id, call.started, hub.version)
-        self.hub = hub
-        self.peers = peers
+            peers.sweep(hub.found.snapshot.by_id, call.started, hub.version)
         self.call = call
+        self.peers = peers
         self.metadata = metadata
         self.patient = patient
-        self.streaming = streaming
         # A deadline cannot be lifted once an attempt runs, so a stream gets one only if its caller said so.
-        self.limited = call.deadline < INF and (said or not streaming)
+        said = not streaming or timeout is not None or asked.timeout is not None
+        self.limited = said and call.deadline < INF
+        hedging = call.hedging
+        self.races = not streaming and (hedging.hedge or hedging.reroute)  # a second attempt beside a slow one
         self.observer = seen = observer()
         self.quiet = type(seen) is Observer  # it has nothing to say of calls that go well
+        self.fresh = True  # no time has passed since the call began
         self.attempt: Attempt | None = None
         self.asked: Asking | None = None
         self.cause: BaseException | None = None
         self.not_before = 0.0
         self.over = False
 
-    @property
-    def races(self) -> bool:
-        """True if a second attempt beside a slow one may be wanted."""
-        hedging = self.call.hedging
-        return (hedging.hedge or hedging.reroute) and not self.streaming
+    def ask(self, asked: Asking | None) -> None:
+        """The endpoints that could take the call have been asked, and that took its time."""
+        self.asked, self.fresh = asked, False
 
     @property
     def listens(self) -> bool:
@@ -118,7 +117,8 @@ class Rpc:
         `left` is then what the attempt may take, in seconds. Raises NoEndpointAvailable, DeadlineExceeded; ConfigError if
         an endpoint's record cannot be dialled.
         """
-        now, call = self.hub.clock(), self.call
+        call = self.call
+        now, self.fresh = call.started if self.fresh else self.hub.clock(), False
         if call.history or self.not_before or call.pool.shared.limited:
             wait = max(call.delay(now), self.not_before - now)
             if wait > 0:

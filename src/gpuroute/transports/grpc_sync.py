@@ -19,10 +19,9 @@ from gpuroute.transports.grpc_call import RoutedCall
 from gpuroute.transports.grpc_connectivity import Connectivity
 from gpuroute.transports.grpc_errors import SERIALIZING, EndedCall, ended
 from gpuroute.transports.grpc_flight import Flight, Requests
-from gpuroute.transports.grpc_hub import Hub
+from gpuroute.transports.grpc_hub import wire
 from gpuroute.transports.grpc_method import Makers, Multicallable
-from gpuroute.transports.grpc_peers import Dialer, Peers, channel_options
-from gpuroute.transports.grpc_reports import reports_of
+from gpuroute.transports.grpc_peers import Peers
 from gpuroute.transports.grpc_rpc import Rpc
 from gpuroute.transports.grpc_watch import STREAMS
 
@@ -32,8 +31,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from gpuroute.router import Router
-    from gpuroute.transports.grpc_hub import ReadPrompt
-    from gpuroute.transports.grpc_peers import Options, Peer
+    from gpuroute.transports.grpc_peers import Peer
 
 _LOGGER = logging.getLogger("gpuroute")
 CLOSED = "Cannot invoke RPC on closed channel!"  # grpcio's own words
@@ -42,27 +40,9 @@ CLOSED = "Cannot invoke RPC on closed channel!"  # grpcio's own words
 class RoutedChannel(Makers, grpc.Channel):
     """A channel whose every RPC is routed. Safe from any thread; opens nothing before its first call."""
 
-    def __init__(
-        self,
-        router: Router,
-        pool: str,
-        *,
-        options: Options = (),
-        credentials: grpc.ChannelCredentials | None = None,
-        compression: grpc.Compression | None = None,
-        prompt: ReadPrompt | None = None,
-        replay: str = "unavailable",
-        idle_timeout: float = 300.0,
-        load_reports: float | None = None,
-    ) -> None:
-        self._hub = Hub(router, pool, prompt, replay)
-        settings = router.settings
-        ours = channel_options(
-            options, connect_timeout=settings.connect_timeout, idle=idle_timeout, trust_env=settings.trust_env
-        )
-        dialer = Dialer(grpc.insecure_channel, grpc.secure_channel, ours, credentials, compression)
-        self._reports = reports_of(self._hub, ours, credentials, load_reports)
-        self._peers = Peers(dialer, _close_aside, idle_timeout, self._reports)
+    def __init__(self, router: Router, pool: str, **how: Any) -> None:
+        self._hub, dialer, self._reports = wire(router, pool, grpc.insecure_channel, grpc.secure_channel, **how)
+        self._peers = Peers(dialer, _close_aside, how["idle_timeout"], self._reports)
         self._connectivity = Connectivity(self._hub, self._peers)
         router.on_fork(self._forked)
 
@@ -126,7 +106,7 @@ class _Method(Multicallable):
     def _look(self, timeout: float | None, metadata: Any) -> tuple[float | None, tuple[Any, Any] | None]:
         """What is left of the timeout after the wait for a first view of the fleet; and the multicallable and metadata
         of a call that the kill switch or the rollout leaves unrouted."""
-        hub = self._hub
+        hub = self.hub
         if hub.closed:
             raise ValueError(CLOSED)
         if hub.version != hub.router.version:
@@ -142,26 +122,28 @@ class _Method(Multicallable):
         self,
         wants_call: bool,
         request: Any,
-        timeout: float | None,
-        metadata: Any,
-        credentials: Any,
-        patient: bool | None,
-        compression: Any,
+        timeout: float | None = None,
+        metadata: Any = None,
+        credentials: grpc.CallCredentials | None = None,
+        wait_for_ready: bool | None = None,
+        compression: grpc.Compression | None = None,
     ) -> tuple[Any, Any]:
         """The response and, if wanted, the call that gave it."""
-        hub, one = self._hub, self._one
+        hub = self.hub
         if hub.known != hub.router.version:
             timeout, plain = self._look(timeout, metadata)
             if plain is not None:
-                return plain[0].with_call(request, timeout, plain[1], credentials, patient, compression)  # type: ignore[no-any-return]
+                return plain[0].with_call(request, timeout, plain[1], credentials, wait_for_ready, compression)  # type: ignore[no-any-return]
         body = self._body(request)
-        rpc = Rpc(hub, self._peers, self._name, body if one else None, timeout, metadata, patient, self._streaming)
+        rpc = Rpc(self, self._peers, body if self._one else None, timeout, metadata, wait_for_ready)
         if hub.asker is not None:
-            rpc.asked = hub.asker.ask(rpc.call)
+            rpc.ask(hub.asker.ask(rpc.call))
         if rpc.races:
             return self._raced(rpc, body, credentials, compression)
         try:
             return self._tried(wants_call, rpc, body, credentials, compression)
+        except (NoEndpointAvailable, DeadlineExceeded) as error:
+            raise _told(rpc, error) from None
         finally:
             if rpc.attempt is not None:
                 rpc.cancelled()
@@ -170,10 +152,7 @@ class _Method(Multicallable):
         """Attempts in a row until one answers or no other is due. A call object is asked for only where it is needed."""
         method = self._method
         while True:
-            try:
-                peer = rpc.next()
-            except (NoEndpointAvailable, DeadlineExceeded) as error:
-                raise _told(rpc, error) from None
+            peer = rpc.next()
             if peer is None:
                 time.sleep(rpc.wait)
                 continue
@@ -194,7 +173,7 @@ class _Method(Multicallable):
     def _goes_on(self, rpc: Rpc, error: grpc.RpcError, body: Any) -> bool:
         trailing: Any = error.trailing_metadata()
         sent = not self._one and body.sent
-        if self._hub.closed or not rpc.failed(error.code(), error.details(), trailing, sent):
+        if self.hub.closed or not rpc.failed(error.code(), error.details(), trailing, sent):
             rpc.note(error)
             return False
         rpc.cause = error
@@ -204,26 +183,26 @@ class _Method(Multicallable):
         self,
         how: str,
         request: Any,
-        timeout: float | None,
-        metadata: Any,
-        credentials: Any,
-        patient: bool | None,
-        compression: Any,
+        timeout: float | None = None,
+        metadata: Any = None,
+        credentials: grpc.CallCredentials | None = None,
+        wait_for_ready: bool | None = None,
+        compression: grpc.Compression | None = None,
     ) -> Any:
         """A call that is also a future or an iterator; `how` names the multicallable's way to begin one."""
-        hub = self._hub
+        hub, one = self.hub, self._one
         if hub.known != hub.router.version:
             timeout, plain = self._look(timeout, metadata)
             if plain is not None:
-                return getattr(plain[0], how)(request, timeout, plain[1], credentials, patient, compression)
-        body, one = self._body(request), self._one
-        rpc = Rpc(hub, self._peers, self._name, body if one else None, timeout, metadata, patient, self._streaming)
+                return getattr(plain[0], how)(request, timeout, plain[1], credentials, wait_for_ready, compression)
+        body = self._body(request)
+        rpc = Rpc(self, self._peers, body if one else None, timeout, metadata, wait_for_ready)
         flight = self._flight(how, rpc, body, credentials, compression)
         if hub.asker is not None and hub.asker.worth_asking(rpc.call):
             ASIDE.ask(flight, hub.asker)
         else:
             flight.launch(first=True)
-        if one and self._streaming and rpc.call.pool.rules.watchdog.enabled:
+        if one and self.streaming and rpc.call.pool.rules.watchdog.enabled:
             STREAMS.add(flight)
         return RoutedCall(flight)
 
@@ -255,8 +234,11 @@ def _told(rpc: Rpc, error: NoEndpointAvailable | DeadlineExceeded) -> BaseExcept
     return rpc.cause
 
 
+# Arguments and results of the four are those of their base classes in `grpc`; `how` is all but the request.
+
+
 class UnaryUnary(_Method, grpc.UnaryUnaryMultiCallable):  # type: ignore[type-arg]
-    """One request, one response. Arguments and results are those of `grpc.UnaryUnaryMultiCallable`."""
+    """One request, one response."""
 
     def __call__(
         self,
@@ -270,101 +252,45 @@ class UnaryUnary(_Method, grpc.UnaryUnaryMultiCallable):  # type: ignore[type-ar
         """The response. Raises grpc.RpcError."""
         return self._answer(False, request, timeout, metadata, credentials, wait_for_ready, compression)[0]
 
-    def with_call(
-        self,
-        request: Any,
-        timeout: float | None = None,
-        metadata: Any = None,
-        credentials: grpc.CallCredentials | None = None,
-        wait_for_ready: bool | None = None,
-        compression: grpc.Compression | None = None,
-    ) -> tuple[Any, grpc.Call]:
+    def with_call(self, request: Any, *how: Any, **named: Any) -> tuple[Any, grpc.Call]:
         """The response and the call that gave it. Raises grpc.RpcError."""
-        return self._answer(True, request, timeout, metadata, credentials, wait_for_ready, compression)
+        return self._answer(True, request, *how, **named)
 
-    def future(
-        self,
-        request: Any,
-        timeout: float | None = None,
-        metadata: Any = None,
-        credentials: grpc.CallCredentials | None = None,
-        wait_for_ready: bool | None = None,
-        compression: grpc.Compression | None = None,
-    ) -> Any:
+    def future(self, request: Any, *how: Any, **named: Any) -> Any:
         """A call and future; its retries block nobody."""
-        return self._fly("future", request, timeout, metadata, credentials, wait_for_ready, compression)
+        return self._fly("future", request, *how, **named)
 
 
 class UnaryStream(_Method, grpc.UnaryStreamMultiCallable):  # type: ignore[type-arg]
-    """One request, a stream of responses. Arguments and results are those of `grpc.UnaryStreamMultiCallable`."""
+    """One request, a stream of responses."""
 
-    def __call__(
-        self,
-        request: Any,
-        timeout: float | None = None,
-        metadata: Any = None,
-        credentials: grpc.CallCredentials | None = None,
-        wait_for_ready: bool | None = None,
-        compression: grpc.Compression | None = None,
-    ) -> Any:
+    def __call__(self, request: Any, *how: Any, **named: Any) -> Any:
         """An iterator of responses that is also the call."""
-        return self._fly("__call__", request, timeout, metadata, credentials, wait_for_ready, compression)
+        return self._fly("__call__", request, *how, **named)
 
 
 class StreamUnary(_Method, grpc.StreamUnaryMultiCallable):  # type: ignore[type-arg]
-    """A stream of requests, one response. Arguments and results are those of `grpc.StreamUnaryMultiCallable`."""
+    """A stream of requests, one response."""
 
-    def __call__(
-        self,
-        request_iterator: Iterator[Any],
-        timeout: float | None = None,
-        metadata: Any = None,
-        credentials: grpc.CallCredentials | None = None,
-        wait_for_ready: bool | None = None,
-        compression: grpc.Compression | None = None,
-    ) -> Any:
+    def __call__(self, request_iterator: Iterator[Any], *how: Any, **named: Any) -> Any:
         """The response. Raises grpc.RpcError."""
-        return self._answer(False, request_iterator, timeout, metadata, credentials, wait_for_ready, compression)[0]
+        return self._answer(False, request_iterator, *how, **named)[0]
 
-    def with_call(
-        self,
-        request_iterator: Iterator[Any],
-        timeout: float | None = None,
-        metadata: Any = None,
-        credentials: grpc.CallCredentials | None = None,
-        wait_for_ready: bool | None = None,
-        compression: grpc.Compression | None = None,
-    ) -> tuple[Any, grpc.Call]:
+    def with_call(self, request_iterator: Iterator[Any], *how: Any, **named: Any) -> tuple[Any, grpc.Call]:
         """The response and the call that gave it. Raises grpc.RpcError."""
-        return self._answer(True, request_iterator, timeout, metadata, credentials, wait_for_ready, compression)
+        return self._answer(True, request_iterator, *how, **named)
 
-    def future(
-        self,
-        request_iterator: Iterator[Any],
-        timeout: float | None = None,
-        metadata: Any = None,
-        credentials: grpc.CallCredentials | None = None,
-        wait_for_ready: bool | None = None,
-        compression: grpc.Compression | None = None,
-    ) -> Any:
+    def future(self, request_iterator: Iterator[Any], *how: Any, **named: Any) -> Any:
         """A call and future."""
-        return self._fly("future", request_iterator, timeout, metadata, credentials, wait_for_ready, compression)
+        return self._fly("future", request_iterator, *how, **named)
 
 
 class StreamStream(_Method, grpc.StreamStreamMultiCallable):  # type: ignore[type-arg]
-    """A stream of requests, a stream of responses; see `grpc.StreamStreamMultiCallable`."""
+    """A stream of requests, a stream of responses."""
 
-    def __call__(
-        self,
-        request_iterator: Iterator[Any],
-        timeout: float | None = None,
-        metadata: Any = None,
-        credentials: grpc.CallCredentials | None = None,
-        wait_for_ready: bool | None = None,
-        compression: grpc.Compression | None = None,
-    ) -> Any:
+    def __call__(self, request_iterator: Iterator[Any], *how: Any, **named: Any) -> Any:
         """An iterator of responses that is also the call."""
-        return self._fly("__call__", request_iterator, timeout, metadata, credentials, wait_for_ready, compression)
+        return self._fly("__call__", request_iterator, *how, **named)
 
 
 _KINDS: dict[str, type[_Method]] = {
