@@ -68,9 +68,11 @@ class Pools:
         self._parts = parts
         main = {name: part.get(HTTP) or part[GRPC] for name, part in parts.items()}
         http = {name: pool for name, pool in main.items() if HTTP in parts[name] or not pool.spec.endpoints}
+        # Who moved to gRPC has nobody for HTTP now, which is the fleet's state and no mistake of its callers.
+        moved = {name: pool for (name, protocol), pool in self._resting.items() if protocol == HTTP}
         self.by_protocol = {
             None: main,
-            HTTP: http,
+            HTTP: moved | http,
             GRPC: main | {name: part[GRPC] for name, part in parts.items() if GRPC in part},
         }
 

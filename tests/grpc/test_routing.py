@@ -477,8 +477,27 @@ def test_a_server_without_reports_is_called_as_ever(two: list[Server]) -> None:
     with gpuroute.grpc.channel(router_of(two[0].url), "p", load_reports=0.1) as channel:
         who = channel.unary_unary(method("Who"))
         assert {who(b"") for _ in range(5)} == {b"s0"}
-    with pytest.raises(gpuroute.ConfigError, match="load_reports=0: expected seconds above 0"):
-        gpuroute.grpc.channel(router_of(two[0].url), "p", load_reports=0)
+
+
+@pytest.mark.parametrize("every", [0, -1.0, float("nan"), float("inf"), "1", True])
+@pytest.mark.parametrize("make", [gpuroute.grpc.channel, gpuroute.grpc.aio.channel])
+def test_load_reports_are_asked_for_in_seconds(make: Any, every: Any) -> None:
+    with pytest.raises(gpuroute.ConfigError, match=r"load_reports=.*: expected seconds above 0"):
+        make(router_of(refused_url()), "p", load_reports=every)
+
+
+def test_a_closed_router_takes_no_call(manner: Manner, two: list[Server]) -> None:
+    router = router_of(two[0].url)
+    assert manner.call(router, "Who", b"", timeout=30) == b"s0"
+    with gpuroute.grpc.channel(router, "p") as channel:
+        who = channel.unary_unary(method("Who"))
+        assert who(b"", timeout=30) == b"s0"
+        router.close()
+        for call in (who, who.future):
+            with pytest.raises(gpuroute.RouterClosed):
+                call(b"", timeout=30)
+    with pytest.raises(gpuroute.RouterClosed):
+        manner.call(router, "Who", b"", timeout=30)
 
 
 def test_a_server_that_never_reports_is_still_heard_now_and_then() -> None:
