@@ -39,9 +39,7 @@ OUTCOMES = {
 
 # Codes whose failure may be repeated although the application may have acted on the request.
 # CANCELLED is what MLServer tells the calls that run when it gets its SIGTERM (measured, 1.7).
-REPEATED = frozenset(
-    {StatusCode.UNAVAILABLE, StatusCode.RESOURCE_EXHAUSTED, StatusCode.NOT_FOUND, StatusCode.CANCELLED}
-)
+REPEATED = frozenset({StatusCode.UNAVAILABLE, StatusCode.RESOURCE_EXHAUSTED, StatusCode.NOT_FOUND, StatusCode.CANCELLED})
 REPEATED_IF_SAFE = REPEATED | {
     StatusCode.UNKNOWN,
     StatusCode.INTERNAL,
