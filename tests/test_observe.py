@@ -262,11 +262,12 @@ def test_failures_are_logged_once_per_interval_with_a_count(
         drive(observer, pool, [Outcome.CANCELLED])
         fresh_rate_limit[0] = 10.0
         drive(observer, pool, [Outcome.FAILED])
-    assert [record.getMessage() for record in caplog.records] == [
+    records = [record for record in caplog.records if "gpu-0" in record.getMessage()]  # other tests' threads may log too
+    assert [record.getMessage() for record in records] == [
         "pool llama: attempt 1 at gpu-0: 503",
         "pool llama: attempt 1 at gpu-0: 503 (and 3 more since the last line)",
     ]
-    assert caplog.records[1].gpuroute["left_out"] == 3  # type: ignore[attr-defined]
+    assert records[1].gpuroute["left_out"] == 3  # type: ignore[attr-defined]
 
 
 def test_the_rate_limit_is_bounded() -> None:

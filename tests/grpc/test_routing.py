@@ -239,7 +239,8 @@ def test_negative_pushback_ends_the_call(manner: Manner, two: list[Server]) -> N
 
 
 def test_overload_pauses_and_spares_the_breaker(two: list[Server]) -> None:
-    router = router_of(*urls(two), breaker_failures=1, clock=lambda: 100.0)  # so that no pause ends
+    # The clock stands still, so that no pause ends; in turn, so that only a pause keeps calls away.
+    router = router_of(*urls(two), breaker_failures=1, clock=lambda: 100.0, policy="round_robin")
     two[0].service.fail_next = [CODE.RESOURCE_EXHAUSTED] * 50
     with gpuroute.grpc.channel(router, "p") as channel:
         call = channel.unary_unary(method("Echo"))
