@@ -65,7 +65,8 @@ class Life:
             await self._warm()
             self._now(State.READY)
             restarts = self.watch.health.restarts
-            while not self.watch.health.gone and self.watch.health.restarts == restarts:  # noqa: ASYNC110
+            while not self.watch.health.gone and self.watch.health.restarts == restarts:
+                self._now(State.DRAINING if self.watch.leaving else State.READY)
                 await asyncio.sleep(POLL_S)
             self.watch.warm = False
             self._now(State.WARMING)

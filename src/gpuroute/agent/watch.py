@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote, urlsplit, urlunsplit
 
 from gpuroute.agent.book import Sample
-from gpuroute.agent.fetch import GONE, Reply, fetch
+from gpuroute.agent.fetch import GONE, SILENT, Reply, fetch
 from gpuroute.agent.health import HUNG_AFTER_S, Health, Rates, Seen
 from gpuroute.core.asking import EngineState
 from gpuroute.core.orca import LoadReport
+from gpuroute.engines.answers import judge
 from gpuroute.engines.detect import PATHS, Probed, detect, ready
+from gpuroute.engines.engine import Meaning
 from gpuroute.engines.metrics import read_metrics
 
 if TYPE_CHECKING:
@@ -33,6 +35,7 @@ class Watch:
     """The eyes of an agent on one engine. Loop thread.
 
     `warm` and `draining` are set by who decides about them; together with the engine's health they make `desk.state`.
+    `leaving`: the engine itself, once it was warm, says that it takes no calls.
     """
 
     def __init__(
@@ -47,7 +50,9 @@ class Watch:
         self.report = LoadReport()
         self.warm = False
         self.draining = False
+        self.leaving = False
         self.looks = 0
+        self._knock = engine.knock
 
     async def run(self) -> None:
         """Look until cancelled."""
@@ -66,6 +71,7 @@ class Watch:
             self.health.unanswered()
         else:
             self._saw(report, counters, now)
+            self.leaving = self.warm and await self._leaves()
         self.settle(now)
 
     def settle(self, now: float) -> None:
@@ -74,6 +80,8 @@ class Watch:
             self.desk.state = EngineState.DRAINING
         elif self.health.gone:
             self.desk.state = EngineState.GONE
+        elif self.leaving:
+            self.desk.state = EngineState.DRAINING
         elif self.health.hung(now):
             self.desk.state = EngineState.HUNG
         else:
@@ -81,8 +89,25 @@ class Watch:
 
     async def is_ready(self) -> bool:
         """Whether the engine says that it serves."""
+        return ready(self.engine, await self._readiness())
+
+    async def _readiness(self) -> Probed:
         reply = await fetch(self.url, self.engine.ready.replace("{model}", quote(self.model)), timeout=TIMEOUT_S)
-        return ready(self.engine, Probed(reply.status, reply.body))
+        return Probed(reply.status, reply.body)
+
+    async def _leaves(self) -> bool:
+        """Whether the engine, told to stop by somebody else, takes no more calls while it ends those that it has. Silence
+        is no answer to that."""
+        if not self.engine.queue_fails_health:
+            said = await self._readiness()
+            if said.status not in {GONE.status, SILENT.status} and not ready(self.engine, said):
+                return True
+        if self._knock is None:
+            return False
+        reply = await fetch(self.url, self._knock[0], body=self._knock[1], timeout=TIMEOUT_S)
+        if reply.status in {404, 405}:
+            self._knock = None  # another version, or shut: it need not hear that twice a second
+        return judge(self.engine, reply.status, reply.body).meaning is Meaning.DRAINING
 
     @property
     def idle(self) -> bool:

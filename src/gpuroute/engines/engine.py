@@ -84,9 +84,11 @@ class Engine:
 
     Paths may contain `{model}`. A health path answering 2xx, with `ready_text` in the body if that is given, means
     ready; `deep` generates a token: it proves work, but costs a slot. `queue_fails_health`: its health check fails
-    under mere load, so it must not eject. `metrics_port`: 0 is the port of requests. `load` is a cheap JSON endpoint
-    read by `read_load`. `orca`: what to ask for in `endpoint-load-metrics-format`. `cached_in_prompt`: the counter of
-    prompt tokens includes cached ones. `urgent_is_low`: small values of the `priority` field go first.
+    under mere load, so it must not eject. `knock`: path and JSON body of a request that costs it next to nothing, and
+    that it refuses while it drains, where its health check says nothing of that. `metrics_port`: 0 is the port of
+    requests. `load` is a cheap JSON endpoint read by `read_load`. `orca`: what to ask for in
+    `endpoint-load-metrics-format`. `cached_in_prompt`: the counter of prompt tokens includes cached ones.
+    `urgent_is_low`: small values of the `priority` field go first.
     `signs`: (path, pattern of a 200 answer) that give it away.
     """
 
@@ -96,6 +98,7 @@ class Engine:
     ready_text: str = ""
     deep: str = ""
     queue_fails_health: bool = False
+    knock: tuple[str, Mapping[str, str]] | None = None
     metrics: str = "/metrics"
     metrics_port: int = 0
     report: Mapping[str, Readings] = field(default_factory=dict)

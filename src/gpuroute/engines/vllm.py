@@ -35,6 +35,7 @@ ENGINE = Engine(
         "rejected": reading("vllm:admission_rejections_total"),
         "awake": reading("vllm:engine_sleep_state", where=("sleep_state", "awake")),
     },
+    knock=("/tokenize", {"prompt": "a"}),  # 0.32, told to stop: 500 like any other, while /health goes on saying 200
     load="/load",
     read_load=read_load,
     orca="TEXT",

@@ -96,6 +96,8 @@ class App:
             self._order(fault, reply)
         elif path in self._gets and request.method in {"GET", "HEAD"}:
             self._gets[path](request, reply)
+        elif path == "/tokenize" and request.method == "POST":
+            self._tokenize(request, reply)
         else:
             reply.send(404, dumps({"detail": "Not Found"}))
 
@@ -241,6 +243,17 @@ class App:
     def _metrics(self, _: Request, reply: Reply) -> None:
         page = self.metrics.page(self.gpu, self.options.model or "stand-in")
         reply.send(200, page, "text/plain; version=0.0.4; charset=utf-8")
+
+    def _tokenize(self, request: Request, reply: Reply) -> None:
+        """Refused like any other request while it drains, which `/health` says nothing of."""
+        try:
+            self._admit()
+            count = text.count_tokens(str(json.loads(request.body)["prompt"]))
+            reply.send(200, dumps({"count": count, "max_model_len": self.options.max_model_len, "tokens": [0] * count}))
+        except ApiError as error:
+            reply.send(error.status, error_body(error.status, str(error), error.kind))
+        except (TypeError, ValueError, KeyError):
+            reply.send(400, error_body(400, "a prompt is missing"))
 
     def _models(self, _: Request, reply: Reply) -> None:
         model = {"id": self.options.model or "stand-in", "object": "model", "created": 0, "owned_by": "vllm"}
