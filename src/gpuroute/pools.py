@@ -15,6 +15,7 @@ from gpuroute.core.describe import PoolView, describe_pool
 from gpuroute.core.endpoint import GRPC, HTTP
 from gpuroute.core.fleet import Fleet, PoolSpec, by_protocol
 from gpuroute.core.hedge import HedgeRules
+from gpuroute.core.hosts import Hosts
 from gpuroute.core.locality import Locality, relocate
 from gpuroute.core.merge import merge_rules
 from gpuroute.core.outliers import OutlierRules
@@ -44,6 +45,7 @@ class Pools:
         self.by_protocol: dict[str | None, dict[str, Pool]] = {None: {}, HTTP: {}, GRPC: {}}
         self._settings = settings
         self._random = random
+        self._hosts = Hosts()
         self._parts: dict[str, dict[str, Pool]] = {}  # by name and protocol
         self._resting: dict[tuple[str, str], Pool] = {}  # without endpoints of their protocol, which may come back
         self._gone: dict[str, None] = {}  # names without a record, which may come back
@@ -97,6 +99,7 @@ class Pools:
         spec = self.subsets.narrowed(spec, self._subset_mode(spec), part)
         if pool is None:
             pool = Pool(PoolSpec(spec.name), rules, random=self._random, now=now, make_lock=threading.Lock)
+            pool.shared.hosts = self._hosts
         pool.survivors.elders = self.subsets.elders(part)
         relocate(pool.shared, pool.snapshot.states, self._locality(spec))
         pool.update(spec, rules, now)

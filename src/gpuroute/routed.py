@@ -116,4 +116,5 @@ class RoutedAttempt:
 
     def _end(self, outcome: Outcome, *, retry_after: float | None = None, reason: str = "") -> None:
         call, attempt = self._live()
+        attempt.sent(self._router.clock())  # as far as can be known: what failed was not the way there
         call.finish(attempt, outcome, self._router.clock(), retry_after=retry_after, reason=reason)

@@ -125,9 +125,15 @@ class Breaker:
             self.trips -= 1
 
     def failed(
-        self, attempt: Attempt, now: float, random: Callable[[], float], in_flight: Collection[Attempt] = ()
+        self,
+        attempt: Attempt,
+        now: float,
+        random: Callable[[], float],
+        in_flight: Collection[Attempt] = (),
+        missed: int = 0,
     ) -> None:
-        """A failure: may open it. `in_flight`: the endpoint's other attempts, which then become bystanders."""
+        """A failure: may open it. `in_flight`: the endpoint's other attempts, which then become bystanders; `missed`: how
+        often in a row its host could not be reached, by other pools too."""
         if attempt in self.bystanders:
             return
         self.successes = 0
@@ -141,7 +147,7 @@ class Breaker:
             self.window = Window(self.rules.window_s)
         self.window.add(now, failed=True)
         calls, failures = self.window.totals(now)
-        if self.failures >= self.rules.failures or self._mostly_fails(calls, failures):
+        if max(self.failures, missed) >= self.rules.failures or self._mostly_fails(calls, failures):
             self._open(now, random, in_flight)
 
     def tick(self, now: float) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from gpuroute.core.breaker import BreakerRules
 from gpuroute.core.history import History
+from gpuroute.core.hosts import Hosts
 from gpuroute.core.locality import NOWHERE
 from gpuroute.core.signals import Signals
 from gpuroute.core.speed import Speeds
@@ -45,6 +46,7 @@ class PoolState:
     __slots__ = (
         "breaker_rules",
         "history",
+        "hosts",
         "in_flight",
         "limited",
         "locality",
@@ -66,6 +68,7 @@ class PoolState:
         make_lock: Callable[[], Lock] = NoLock,
     ) -> None:
         self.random = random
+        self.hosts = Hosts()  # a router has its pools share one
         self.breaker_rules = breaker_rules or BreakerRules()
         self.make_lock = make_lock
         self.lock = make_lock()

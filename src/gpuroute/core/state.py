@@ -11,10 +11,11 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from gpuroute.core.attempt import Attempt
+from gpuroute.core.attempt import READY, Attempt
 from gpuroute.core.breaker import Breaker, BreakerState
 from gpuroute.core.candidates import UNKNOWN_LATENCY
 from gpuroute.core.history import History, learn_first_byte
+from gpuroute.core.hosts import host_of
 from gpuroute.core.learning import learn_attempt, learn_latency
 from gpuroute.core.locality import measure
 from gpuroute.core.ramp import climb, start_ramp
@@ -40,10 +41,10 @@ class EndpointState:
     """Live knowledge of one endpoint, shared by successive snapshots and found again by id. Safe from any thread."""
 
     __slots__ = (
-        "__weakref__", "away", "breaker", "caps", "cohort", "domains", "endpoint", "failed", "history", "id", "in_flight",
-        "inverse_weight", "joined_at", "last_error", "last_error_at", "latency", "latency_at", "limit", "lock",
-        "pool", "queue", "ramp_at", "ramp_from", "report", "round_trip", "served", "silent_since", "speed", "stalls",
-        "troubled", "trust", "until", "way",
+        "__weakref__", "away", "breaker", "caps", "cohort", "domains", "endpoint", "failed", "history", "host", "id",
+        "in_flight", "inverse_weight", "joined_at", "last_error", "last_error_at", "latency", "latency_at", "limit",
+        "lock", "pool", "queue", "ramp_at", "ramp_from", "report", "round_trip", "served", "silent_since", "speed",
+        "stalls", "troubled", "trust", "until", "way",
     )  # fmt: skip
 
     away: float  # what the way there costs, in seconds
@@ -80,6 +81,7 @@ class EndpointState:
         """Take over a new registry record of the same endpoint; load and history stay."""
         self.endpoint = endpoint
         self.id = endpoint.id
+        self.host = host_of(endpoint.url)
         self.cohort = self.pool.speeds.cohort(endpoint)
         self.domains = tuple((name, endpoint.labels[name]) for name in DOMAINS if name in endpoint.labels)
         self.inverse_weight = 1.0 / endpoint.weight if endpoint.weight > 0 else INF
@@ -188,8 +190,9 @@ class EndpointState:
             self.troubled = True
             self.last_error = attempt.reason or outcome.label
             self.last_error_at = now
+            missed = self.pool.hosts.missed(self.host, now) if attempt.reached is READY else 0
             with self.lock:
-                self.breaker.failed(attempt, now, self.pool.random, self.in_flight)
+                self.breaker.failed(attempt, now, self.pool.random, self.in_flight, missed)
                 self._follow_breaker()
         elif self.troubled or self.limit != INF:
             self._recover(attempt, outcome, now)
@@ -197,6 +200,8 @@ class EndpointState:
             climb(self, now)
 
     def _recover(self, attempt: Attempt, outcome: Outcome, now: float) -> None:
+        if outcome.health > 0:
+            self.pool.hosts.reached(self.host)
         with self.lock:
             if outcome.health > 0:
                 was = self.breaker.state
