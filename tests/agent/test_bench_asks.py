@@ -39,12 +39,15 @@ def test_bench_live(capfd: pytest.CaptureFixture[str]) -> None:
         "--window",
         "12",
     ]
-    assert main(["bench", "live", "--json", *size, "--policies", "p2c,auto+asks,auto+asks+liars+loss"]) == 0
+    assert (
+        main(["bench", "live", "--json", *size, "--policies", "p2c,auto+asks,auto+asks+liars+loss,auto+asks+closed"]) == 0
+    )
     rows = json.loads(capfd.readouterr().out)
     assert [(row["policy"], row["asks"], row["trouble"]) for row in rows] == [
         ("p2c", False, ""),
         ("auto", True, ""),
         ("auto", True, "liars+loss"),
+        ("auto", True, "closed"),
     ]
     assert all(row["calls"] > 5 and row["failed"] <= row["calls"] / 4 and row["ttft_mean"] > 0 for row in rows)
     assert all({"ttft_p95", "ttft_p99", "cached_share"} <= set(row) for row in rows)

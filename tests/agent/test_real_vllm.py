@@ -309,3 +309,24 @@ def test_a_stream_that_is_cut_goes_on_token_by_token(up: Vllm, path: str, after:
     assert len(ids) == 1
     assert sum_of_both["completion_tokens"] == LONG
     assert sum_of_both["prompt_tokens"] == usage["prompt_tokens"]
+
+
+# --------------------------------------------------------------------------------- the last test: it ends the engine
+
+
+def test_an_engine_that_drains_itself_is_announced_while_its_stream_goes_on(
+    up: Vllm, eventually: Callable[..., None]
+) -> None:
+    with AgentProcess("--url", up.url, "--id", "real", "--warmup", "1") as agent:
+        eventually(lambda: agent.state() == "ready", "it is ready", 120.0)
+        body = {"model": "tiny", "prompt": "long", "max_tokens": 1_800, "ignore_eos": True, "stream": True}
+        with httpx2.stream("POST", f"{up.url}/v1/completions", json=body, timeout=120) as response:
+            lines = response.iter_lines()
+            next(lines)
+            os.kill(up.process.pid, signal.SIGTERM)
+            eventually(lambda: agent.state() == "draining", "it takes no new calls", 15.0)
+            assert agent.load()["running"] == 1
+            assert urllib.request.urlopen(f"{up.url}/health", timeout=20).status == 200, "which it does not say here"
+            assert "data: [DONE]" in list(lines), "the stream ends whole"
+        assert up.process.wait(60) == 0
+        eventually(lambda: agent.state() == "gone", "and then it is not there", 30.0)

@@ -7,7 +7,8 @@ and engines alike; times are reported in GPU seconds. On few cores a larger scal
 `machine_load` (runnable tasks for each core) tells how small: above 1 the engines themselves run late, and it lies.
 
 Trouble can be asked for: `auto+asks+loss` (30 % of all messages vanish), `+liars` (10 % of the agents, one at least, say
-that they are idle and have everything cached), `+frozen` (the same number of agents is stopped).
+that they are idle and have everything cached), `+frozen` (the same number of agents is stopped), `+closed` (nobody
+listens where so many agents are said to be).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import multiprocessing
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -100,7 +102,9 @@ def add_parser(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser = kinds.add_parser("live", help="policies on a live fleet of stand-in GPUs with agents")
     add = parser.add_argument
     add(
-        "--policies", default=POLICIES, help="comma-separated; +asks, and +loss, +liars or +frozen (default: %(default)s)"
+        "--policies",
+        default=POLICIES,
+        help="comma-separated; +asks, and +loss, +liars, +frozen or +closed (default: %(default)s)",
     )
     add("--servers", type=int, default=12, help="GPU processes (default: %(default)s)")
     add("--agents", type=int, default=0, help="agent processes (default: one for each server)")
@@ -203,10 +207,11 @@ def _row(name: str, calls: list[Call], counts: Counter[str], scene: Scene) -> di
 
 @dataclass(frozen=True, slots=True)
 class LiveFleet:
-    """The endpoints, the same with liars in place of some agents, and the processes of those agents."""
+    """The endpoints, the same with liars or closed ports in place of some agents, and the processes of those agents."""
 
     endpoints: list[Endpoint]
     lying: list[Endpoint]
+    closed: list[Endpoint]
     agents: list[subprocess.Popen[bytes]]
 
 
@@ -218,7 +223,7 @@ def _trouble(kind: str, fleet: LiveFleet) -> Iterator[list[Endpoint]]:
     for agent in stopped:
         agent.send_signal(signal.SIGSTOP)
     try:
-        yield fleet.lying if "liars" in words else fleet.endpoints
+        yield fleet.lying if "liars" in words else fleet.closed if "closed" in words else fleet.endpoints
     finally:
         for agent in stopped:
             agent.send_signal(signal.SIGCONT)
@@ -245,9 +250,25 @@ def _start_fleet(scene: Scene, stack: ExitStack) -> LiveFleet:
         for place, index in enumerate(beside):
             agent = f"{lines['agent']}/{place}"
             made.append(Endpoint(f"gpu-{index}", urls[index], engine="vllm", gpu=Gpu(scene.gpu), agent=agent))
-    ports = _start_liars([made[index].id for index in range(_few(len(made)))], stack)
-    lying = [replace(endpoint, agent=f"udp://127.0.0.1:{port}") for endpoint, port in zip(made, ports, strict=False)]
-    return LiveFleet(made, lying + made[len(ports) :], agents)
+    few = _few(len(made))
+    lying = _moved(made, _start_liars([endpoint.id for endpoint in made[:few]], stack))
+    return LiveFleet(made, lying, _moved(made, [_closed_port(stack) for _ in range(few)]), agents)
+
+
+def _moved(endpoints: list[Endpoint], ports: list[int]) -> list[Endpoint]:
+    """The endpoints, with the agents of the first of them said to be at these ports."""
+    moved = [replace(one, agent=f"udp://127.0.0.1:{port}") for one, port in zip(endpoints, ports, strict=False)]
+    return moved + endpoints[len(ports) :]
+
+
+def _closed_port(stack: ExitStack) -> int:
+    """A UDP port where nobody reads, and nobody else can: what is sent there is refused, as the socket only talks to
+    itself."""
+    sock = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+    sock.bind(("127.0.0.1", 0))
+    sock.connect(sock.getsockname())
+    port: int = sock.getsockname()[1]
+    return port
 
 
 def _start_agent(urls: list[str], names: list[str], gpu: str, stack: ExitStack) -> subprocess.Popen[bytes]:
