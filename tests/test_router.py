@@ -853,6 +853,7 @@ def test_nobody_is_counted_who_does_not_need_it() -> None:
 def test_updates_and_calls_from_many_threads() -> None:
     registry = FakeRegistry({"llm": named("a", "b")})
     router, errors = make(registry, clock=FakeClock()), []
+    router.ready()  # else one thread may call while another is still on its way to the first view
 
     def work(number: int) -> None:
         try:

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from gpuroute import Endpoint, Outcome, Router
 from gpuroute.core.endpoint import State
-from gpuroute.core.pickers import HOME_DEPTHS
+from gpuroute.core.homes import HOME_DEPTHS
 from gpuroute.core.policies import POLICIES
 from gpuroute.errors import DeadlineExceeded, NoEndpointAvailable
 from gpuroute.testing import FakeClock, FakeRegistry

@@ -128,7 +128,7 @@ def test_one_endpoint_with_nearly_all_the_weight_is_compared_with_itself() -> No
 @given(st.integers(17, 60), st.integers(0, 2**32))
 def test_d_random_gives_d_distinct_ones(size: int, seed: int) -> None:
     stage = Stage(size)
-    found = DRandom(stage.pool.snapshot.routable, Random(seed).random)(NOTHING_ASKED)
+    found = tuple(DRandom(stage.pool.snapshot.routable, Random(seed).random)(NOTHING_ASKED))
     assert len(set(found)) == len(found) == 4
 
 
@@ -144,9 +144,9 @@ def test_rotation_gives_each_its_turn_from_a_random_start() -> None:
     stage = Stage(5)
     states = stage.pool.snapshot.routable
     turn = Rotation(states, Random(1).random)
-    counts = Counter(turn(NOTHING_ASKED)[0].id for _ in range(50))
+    counts = Counter(turn.one(NOTHING_ASKED).id for _ in range(50))
     assert set(counts.values()) == {10}
-    starts = {Rotation(states, Random(seed).random)(NOTHING_ASKED)[0].id for seed in range(40)}
+    starts = {Rotation(states, Random(seed).random).one(NOTHING_ASKED).id for seed in range(40)}
     assert len(starts) == 5
 
 
@@ -159,7 +159,7 @@ def test_round_robin_goes_in_turn() -> None:
 def test_a_draw_reaches_the_last_endpoint_and_never_beyond() -> None:
     states = Stage(3).pool.snapshot.routable
     almost_one = 1 - 2**-53
-    assert Weighted(states, lambda: almost_one).one() is states[2]
+    assert Weighted(states, lambda: almost_one).one(NOTHING_ASKED) is states[2]
     assert {state.id for state in TwoRandom(states, lambda: almost_one)(NOTHING_ASKED)} == {"gpu-2", "gpu-1"}
 
 

@@ -11,10 +11,10 @@ import pytest
 from stage import OK, Stage, places
 from xxhash import xxh3_64_intdigest
 
-from gpuroute.core import pickers
+from gpuroute.core import homes
 from gpuroute.core.candidates import Ask
+from gpuroute.core.homes import LOAD_FACTOR, LOAD_FLOOR
 from gpuroute.core.outcome import Outcome
-from gpuroute.core.pickers import LOAD_FACTOR, LOAD_FLOOR
 from gpuroute.core.prefix import ladder
 
 SYSTEM = b"You are a helpful assistant. " * 150  # 4.3 kB, the same in every call
@@ -123,19 +123,19 @@ def test_when_nobody_fits_the_walk_ends_soon(monkeypatch: pytest.MonkeyPatch) ->
     for state in stage.pool.snapshot.states[1_500:]:
         for _ in range(10):
             state.acquire(stage.clock())
-    fits = pickers.Homes._fits
+    fits = homes.Homes._fits
 
-    def count(self: pickers.Homes, state: object) -> bool:
+    def count(self: homes.Homes, state: object) -> bool:
         nonlocal looked
         looked += 1
         return fits(self, state)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(pickers.Homes, "_fits", count)
+    monkeypatch.setattr(homes.Homes, "_fits", count)
     for number in range(50):
         state = stage.pool.pick(Ask(key=number << 56))
         assert state is not None
         assert state.admitted
-    assert looked <= 50 * (pickers.MAX_WALK + 2)
+    assert looked <= 50 * (homes.MAX_WALK + 2)
 
 
 @pytest.mark.parametrize("policy", ["prefix", "session"])

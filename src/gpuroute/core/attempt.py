@@ -27,6 +27,7 @@ class Phase(IntEnum):
 
 
 READY, SENT, STREAMING, DONE = Phase
+CANCELLED = Outcome.CANCELLED
 
 
 class Attempt:
@@ -106,15 +107,14 @@ class Attempt:
     def finish(self, outcome: Outcome, now: float, reason: str = "") -> bool:
         """Leave the endpoint and teach it; False if this attempt was finished before."""
         state = self.state
+        in_flight = state.in_flight
         try:
-            state.in_flight.remove(self)
+            in_flight.remove(self)
         except KeyError:
             return False
         state.pool.in_flight.discard(self)
-        # Who is overtaken in silence leaves, and must not take along what makes the next call look twice.
-        unheard = outcome is Outcome.CANCELLED and self.first is None and state.stalls > 0
-        if outcome.health > 0 or (outcome.health == 0 and not state.in_flight and not unheard):
-            state.silent_since = now if state.in_flight else None
+        if outcome.health > 0 or (outcome.health == 0 and not in_flight and not self._unheard(outcome)):
+            state.silent_since = now if in_flight else None
         self.phase = DONE
         self.outcome = outcome
         self.ended = now
@@ -122,6 +122,10 @@ class Attempt:
             self.reason = reason
         state.teach(self, outcome, now)
         return True
+
+    def _unheard(self, outcome: Outcome) -> bool:
+        """Who is overtaken in silence leaves, and must not take along what makes the next call look twice."""
+        return outcome is CANCELLED and self.first is None and self.state.stalls > 0
 
     def __repr__(self) -> str:
         result = self.outcome.label if self.outcome else self.phase.name.lower()

@@ -41,19 +41,9 @@ class Call:
     """Owned by one task or thread. Times are monotonic seconds. Without a `timeout` the pool's own holds."""
 
     __slots__ = (
-        "ask",
-        "attempts",
-        "deadline",
-        "hedging",
-        "history",
-        "not_before",
-        "pool",
-        "replayable",
-        "started",
-        "tried",
-        "unanswered",
-        "work",
-    )
+        "_tried", "ask", "attempts", "deadline", "hedging", "history", "not_before", "pool", "replayable", "started",
+        "unanswered", "work",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -66,22 +56,30 @@ class Call:
         replayable: bool = True,
     ) -> None:
         self.pool = pool
-        self.ask = ask or Ask()
-        self.started = now
+        ask = self.ask = ask or Ask()
+        self.started = self.not_before = now
         limit = pool.rules.timeout if timeout is None else timeout
         self.deadline = INF if limit is None else now + limit
         self.attempts = pool.rules.retry.attempts if attempts is None else attempts
         self.replayable = replayable
         self.hedging = pool.rules.hedge
         self.history: list[Attempt] = []
-        self.tried = Tried()
-        self.not_before = now
+        self._tried: Tried | None = None
         self.unanswered = 0
-        pool.shared.signals.calls += 1
-        pool.shared.signals.keyless += self.ask.key is None and not self.ask.ladder
-        self.work = pool.work(self.ask.tokens)
+        signals = pool.shared.signals
+        signals.calls += 1
+        signals.keyless += ask.key is None and not ask.ladder
+        self.work = pool.work(ask.tokens)
         pool.late *= 0.98
         pool.arrivals.add(now, self.work)
+
+    @property
+    def tried(self) -> Tried:
+        """Where this call has been. Made when somebody asks: most calls succeed at once."""
+        if self._tried is None:
+            self._tried = Tried()
+        self._tried.states.update(attempt.state for attempt in self.history)
+        return self._tried
 
     def time_left(self, now: float) -> float:
         """Seconds until the deadline; infinite without one."""
@@ -92,7 +90,9 @@ class Call:
 
         A pause that would outlast the deadline is not waited for: `next_attempt` then says so at once.
         """
-        pause = max(self.not_before - now, self.pool.pause_left(now))
+        pause = self.not_before - now
+        if self.pool.shared.limited:
+            pause = max(pause, self.pool.pause_left(now))
         return pause if 0 < pause < self.deadline - now else 0.0
 
     def candidates(self) -> Sequence[EndpointState]:
@@ -103,8 +103,8 @@ class Call:
         picker = self.pool.snapshot.picker
         if not isinstance(picker, Soonest):
             return ()
-        states = picker.candidates(self.ask)
-        return [s for s in states if s.endpoint.agent and s.admitted and s not in self.tried] if len(states) > 1 else ()
+        states, tried = picker.candidates(self.ask), self.tried
+        return [s for s in states if s.endpoint.agent and s.admitted and s not in tried] if len(states) > 1 else ()
 
     def next_attempt(self, now: float) -> Attempt:
         """Start the next attempt on the endpoint that the policy prefers.
@@ -121,7 +121,6 @@ class Call:
         signals = pool.shared.signals
         signals.attempts += 1
         signals.retries += attempt.number > 1
-        self.tried.states.add(attempt.state)
         return attempt
 
     def finish(
@@ -209,7 +208,8 @@ class Call:
 
     def elsewhere(self) -> bool:
         """True if an endpoint that was not tried takes calls now."""
-        return any(state.admitted and state not in self.tried.states for state in self.pool.snapshot.routable)
+        been = self.tried.states
+        return any(state.admitted and state not in been for state in self.pool.snapshot.routable)
 
     def _may_repeat(self, reached: Phase, *, answered: bool) -> bool:
         if reached >= STREAMING or len(self.history) >= self.attempts:
@@ -221,8 +221,8 @@ class Call:
 
     def _schedule(self, reached: Phase, outcome: Outcome, now: float) -> bool:
         """Withdraw the retry from the budget now, at scheduling, so that waiting retries cannot all fire at once."""
-        pool, random = self.pool, self.pool.shared.random
-        elsewhere = any(state.admitted and state not in self.tried for state in pool.snapshot.routable[:64])
+        pool, random, tried = self.pool, self.pool.shared.random, self.tried
+        elsewhere = any(state.admitted and state not in tried for state in pool.snapshot.routable[:64])
         at_once = elsewhere and (reached is READY or outcome is Outcome.OVERLOADED)
         wait = 0.0 if at_once else pool.rules.retry.backoff(len(self.history), random)
         # A pause that outlasts the deadline: the server's own "busy" tells the caller more than our "nobody" would.

@@ -34,11 +34,13 @@ class LogMean:
 
     def add_log(self, log: float) -> None:
         """Learn one sample by its logarithm."""
-        self.count += 1
-        step = max(self.alpha, 1.0 / self.count)
+        count = self.count = self.count + 1
+        step = 1.0 / count
+        if step < self.alpha:
+            step = self.alpha
         off = log - self.mean
         self.mean += step * off
-        if self.count > 1:
+        if count > 1:
             self.spread += step * (abs(off) - self.spread)
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from math import log
 from typing import TYPE_CHECKING
 
 from gpuroute.core.report import CARRIED, Queue
@@ -12,7 +12,8 @@ from gpuroute.core.trust import Trust, learn_blind, learn_usual
 CALM_S = 0.1  # a wait below that is none
 UNHEARD_S = 5.0  # of who was silent for that long nothing is known
 LATENCY_FADE_S = 10.0  # what was slow or failed, and has had no call since, is tried again within some tens of seconds
-WORST = math.log(60.0)  # a failure counts as slower each time, up to this
+SHORTEST_S = 1e-6
+WORST = log(60.0)  # a failure counts as slower each time, up to this
 
 if TYPE_CHECKING:
     from gpuroute.core.attempt import Attempt
@@ -40,12 +41,12 @@ def learn_first_token(
     `blind`: it was chosen without a bid."""
     speeds, cohort = state.pool.speeds, state.cohort
     if state.speed is None:
-        state.speed = Rate(math.exp(cohort.log))
+        state.speed = Rate(cohort.seconds)
     work = max(1.0, uncached + queued)
     if seconds > 0:
-        log, weight = math.log(seconds / work), min(1.0, work / TELLING_TOKENS)
-        state.speed.learn(log, weight)
-        cohort.learn(log, weight)
+        rate, weight = log(seconds / work), min(1.0, work / TELLING_TOKENS)
+        state.speed.learn(rate, weight)
+        cohort.learn(rate, weight)
     wait = max(0.0, seconds - uncached * shrunk(state.speed, cohort))
     _learn_wait(state, wait, now - seconds, now, blind=blind)
     speeds.note(state, calm=wait < max(CALM_S, speeds.mean_wait / 2))
@@ -70,15 +71,16 @@ def _learn_wait(state: EndpointState, wait: float, started: float, now: float, *
 def learn_latency(state: EndpointState, seconds: float, now: float, *, failed: bool) -> None:
     """Peak EWMA: up at once, down slowly with samples, and with time. A failure is never fast: it counts as slower."""
     usual = state.latency - (now - state.latency_at) / LATENCY_FADE_S
-    log = math.log(max(seconds, 1e-6))
+    if seconds < SHORTEST_S:  # a `max` costs 100 ns
+        seconds = SHORTEST_S
+    found = log(seconds)
     if failed:
-        log = max(log, min(usual + 1.0, WORST), 0.0)
-    state.latency = log if log >= usual else usual + 0.1 * (log - usual)
+        found = max(found, min(usual + 1.0, WORST), 0.0)
+    state.latency = found if found >= usual else usual + 0.1 * (found - usual)
     state.latency_at = now
     speeds = state.pool.speeds
-    speeds.usual_latency = (
-        log if speeds.usual_latency is None else speeds.usual_latency + 0.02 * (log - speeds.usual_latency)
-    )
+    common = speeds.usual_latency
+    speeds.usual_latency = found if common is None else common + 0.02 * (found - common)
 
 
 def learn_bid(state: EndpointState, bid: Report, mean_tokens: float) -> None:

@@ -7,7 +7,7 @@ When none of its candidates is admitted it falls back to a scan, so it returns N
 from __future__ import annotations
 
 import math
-from itertools import islice
+from math import floor
 from typing import TYPE_CHECKING, Protocol
 
 from gpuroute.core.candidates import Ask, Candidates, TwoRandom
@@ -23,10 +23,6 @@ if TYPE_CHECKING:
 
 INF = math.inf
 COUNTS_FADE_S = 1.0  # who believes a count for longer joins all others at the endpoint that was empty when it was made
-LOAD_FACTOR = 1.25  # consistent hashing with bounded loads (Mirrokni et al. 2018) at the c that Google and Vimeo use
-MAX_WALK = 32  # when most are closed or full, a longer walk costs more than two random choices lose
-LOAD_FLOOR = 2.0  # below that many above the mean it is noise: without a floor every second call would spill
-HOME_DEPTHS = 4  # homes are those of 1, 2, 4 or 8 KiB of prompt: deeper keys are unique to one conversation
 
 
 class Cost(Protocol):
@@ -39,6 +35,7 @@ class Picker(Protocol):
     """Chooses an endpoint for one attempt. Safe from any thread."""
 
     wants_ladder: bool
+    remembers: bool  # whether what was placed where means something to it
     ring: Ring | None
 
     def pick(self, ask: Ask, tried: Container[EndpointState] = ()) -> EndpointState | None:
@@ -76,11 +73,6 @@ class Kit:
         return self.previous_ring.extended(weights)
 
 
-def one(state: EndpointState, ask: Ask) -> float:  # noqa: ARG001
-    """Every endpoint costs the same: the first candidate wins."""
-    return 1.0
-
-
 def in_flight(state: EndpointState, ask: Ask) -> float:  # noqa: ARG001
     """Own attempts in flight per unit of weight."""
     return len(state.in_flight) * state.inverse_weight
@@ -108,15 +100,37 @@ def queue_depth(state: EndpointState, ask: Ask) -> float:
     return (load + sum(attempt.started > since for attempt in tuple(state.in_flight))) * state.inverse_weight
 
 
+class Single:
+    """Whoever a source names, without a comparison; a scan from a random place if that one may not take the call."""
+
+    wants_ladder = False
+    remembers = False
+    ring: Ring | None = None
+
+    def __init__(self, kit: Kit, one: Callable[[Ask], EndpointState]) -> None:
+        self._kit = kit
+        self._one = one
+
+    def pick(self, ask: Ask, tried: Container[EndpointState] = ()) -> EndpointState | None:
+        state = self._one(ask)
+        if len(state.in_flight) < state.limit and state not in tried:
+            return state
+        return first_admitted(self._kit, tried)
+
+    def consider(self, ask: Ask) -> Iterable[tuple[EndpointState, float, str]]:
+        return [(self._one(ask), 1.0, "candidate")]
+
+
 class Cheapest:
     """The cheapest admitted candidate; a scan from a random place when there is none."""
 
     wants_ladder = False
+    remembers = False
     ring: Ring | None = None
 
     def __init__(self, kit: Kit, candidates: Candidates, cost: Cost) -> None:
         self._kit = kit
-        self._candidates = candidates
+        self._candidates = candidates.__call__  # bound once: through its type each call costs 45 ns more
         self._cost = cost
 
     def pick(self, ask: Ask, tried: Container[EndpointState] = ()) -> EndpointState | None:
@@ -132,25 +146,52 @@ class Cheapest:
         return [(state, self._cost(state, ask), "candidate") for state in self._candidates(ask)]
 
 
+class LeastRequest(Cheapest):
+    """`Cheapest(candidates, in_flight)` written out, and done at the first idle endpoint: nothing is cheaper."""
+
+    def __init__(self, kit: Kit, candidates: Candidates) -> None:
+        super().__init__(kit, candidates, in_flight)
+
+    def pick(self, ask: Ask, tried: Container[EndpointState] = ()) -> EndpointState | None:
+        best, best_cost = None, INF
+        for state in self._candidates(ask):
+            load = len(state.in_flight)
+            if load < state.limit and state not in tried:
+                if not load:
+                    return state
+                cost = load * state.inverse_weight
+                if cost < best_cost:
+                    best, best_cost = state, cost
+        return best or first_admitted(self._kit, tried)
+
+
 class PowerOfTwo:
-    """`Cheapest(TwoRandom, in_flight)` written out: the default miss path of every other policy, 40 % faster
-    than the composed form (`gpuroute bench pick`)."""
+    """`Cheapest(TwoRandom, in_flight)` written out: the default miss path of every other policy, half the cost of
+    the composed form (`gpuroute bench pick`)."""
 
     wants_ladder = False
+    remembers = False
     ring: Ring | None = None
 
     def __init__(self, kit: Kit) -> None:
         self._kit = kit
         self._two = TwoRandom(kit.states, kit.random)
+        self._even = kit.states if self._two.even else ()
 
     def pick(self, ask: Ask, tried: Container[EndpointState] = ()) -> EndpointState | None:
-        two = self._two(ask)
-        if len(two) == 2:
-            a, b = two
-            load_a, load_b = len(a.in_flight), len(b.in_flight)
-            if load_a < a.limit and load_b < b.limit and not tried:
-                return a if load_a * a.inverse_weight <= load_b * b.inverse_weight else b
-        return self._pick_with_care(two, ask, tried)
+        states, random, size = self._even, self._kit.random, len(self._even)
+        if size < 3 or tried:
+            return self._pick_with_care(self._two(ask), ask, tried)
+        first, second = floor(random() * size), floor(random() * (size - 1))
+        a = states[first]
+        load_a = len(a.in_flight)
+        if not load_a and a.limit:  # nothing is cheaper: the other one is not even looked at
+            return a
+        b = states[second + (second >= first)]
+        load_b = len(b.in_flight)
+        if load_a < a.limit and load_b < b.limit:
+            return a if load_a * a.inverse_weight <= load_b * b.inverse_weight else b
+        return self._pick_with_care((a, b), ask, tried)
 
     def _pick_with_care(
         self, two: Sequence[EndpointState], ask: Ask, tried: Container[EndpointState]
@@ -160,65 +201,6 @@ class PowerOfTwo:
 
     def consider(self, ask: Ask) -> Iterable[tuple[EndpointState, float, str]]:
         return [(state, in_flight(state, ask), "random") for state in self._two(ask)]
-
-
-class Homes:
-    """The home of a key on the ring, walked on while it is over the load bound; without a key, two random."""
-
-    def __init__(self, kit: Kit, *, wants_ladder: bool) -> None:
-        self.wants_ladder = wants_ladder
-        self._ring = kit.ring()
-        self.ring: Ring | None = self._ring
-        self._kit = kit
-        self._miss = PowerOfTwo(kit)
-        self._mean_share = 1.0 / max(1e-300, sum(state.endpoint.weight for state in kit.states))
-
-    def pick(self, ask: Ask, tried: Container[EndpointState] = ()) -> EndpointState | None:
-        key, owner = self._home(ask)
-        if key is None or not self._kit.states:
-            return self._miss.pick(ask, tried)
-        state = self._kit.by_id.get(owner) if owner else None
-        if state is not None and state not in tried and self._fits(state):
-            return state
-        return self._walk(key, tried) or self._miss.pick(ask, tried)
-
-    def consider(self, ask: Ask) -> Iterable[tuple[EndpointState, float, str]]:
-        key, owner = self._home(ask)
-        if key is None or not self._kit.states:
-            return self._miss.consider(ask)
-        placed = [self._kit.by_id[owner]] if owner in self._kit.by_id else []
-        homes = [self._kit.by_id[home] for home, _ in zip(self._ring.homes(key), range(4), strict=False)]
-        rows = [(state, in_flight(state, ask), "placed before") for state in placed]
-        return rows + [(state, in_flight(state, ask), "home") for state in homes if state not in placed]
-
-    def _home(self, ask: Ask) -> tuple[int | None, str | None]:
-        """The ring position of the call, and the endpoint that had its longest prefix before."""
-        if ask.key is not None:
-            return ask.key, None
-        ladder = ask.ladder
-        if not self.wants_ladder or not ladder:
-            return None, None
-        return ladder[min(len(ladder), HOME_DEPTHS) - 1], self._kit.placements.deepest(ladder)
-
-    def _walk(self, key: int, tried: Container[EndpointState]) -> EndpointState | None:
-        by_id = self._kit.by_id
-        state = by_id[self._ring.home(key)]
-        if state not in tried and self._fits(state):
-            return state
-        for owner in islice(self._ring.homes(key), MAX_WALK):
-            state = by_id[owner]
-            if state not in tried and self._fits(state):
-                return state
-        return None
-
-    def _fits(self, state: EndpointState) -> bool:
-        """Admitted, and one more call keeps it within max(1.25 x mean, mean + 2) of its share."""
-        load = len(state.in_flight)
-        if load >= state.limit:
-            return False
-        total = len(state.pool.in_flight)
-        mean = (total + 1) * state.endpoint.weight * self._mean_share
-        return load + 1 <= max(LOAD_FACTOR * mean, mean + LOAD_FLOOR)
 
 
 def first_admitted(kit: Kit, tried: Container[EndpointState]) -> EndpointState | None:
@@ -236,6 +218,7 @@ class Nobody:
     """The picker of an empty pool."""
 
     wants_ladder = False
+    remembers = False
     ring: Ring | None = None
 
     def pick(self, ask: Ask, tried: Container[EndpointState] = ()) -> EndpointState | None:  # noqa: ARG002

@@ -34,10 +34,11 @@ class Placements:
     def remember(self, ladder: Sequence[int], owner: str) -> None:
         """The prompt with these hashes went to `owner`."""
         young, old = self._young, self._old
+        alone = self._alone.get(owner) or self._alone.setdefault(owner, (owner,))
         for key in ladder:
             owners = young.get(key) or old.get(key)
             if owners is None:
-                young[key] = self._alone.get(owner) or self._alone.setdefault(owner, (owner,))
+                young[key] = alone
             elif owners[0] == owner:
                 young[key] = owners
             else:
@@ -49,15 +50,24 @@ class Placements:
 
     def deepest(self, ladder: Sequence[int]) -> str | None:
         """The endpoint that was last given the longest known prefix of this prompt."""
-        return next(iter(self.depths(ladder)), None)
+        young, old = self._young, self._old
+        for key in reversed(ladder):
+            if owners := young.get(key) or old.get(key):
+                return owners[0]
+        return None
 
     def depths(self, ladder: Sequence[int]) -> dict[str, int]:
         """By endpoint, the index of the deepest of these hashes that it was given; the deepest first, then the latest."""
         young, old = self._young, self._old
         found: dict[str, int] = {}
-        for index in range(len(ladder) - 1, -1, -1):
-            key = ladder[index]
-            for owner in young.get(key) or old.get(key) or ():
+        index, deeper = len(ladder), None
+        for key in reversed(ladder):
+            index -= 1
+            owners = young.get(key) or old.get(key)
+            if owners is deeper or owners is None:
+                continue
+            deeper = owners
+            for owner in owners:
                 if owner not in found:
                     found[owner] = index
         return found

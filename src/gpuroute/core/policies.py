@@ -8,15 +8,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from gpuroute.core.candidates import DRandom, Rotation, Smooth, TwoRandom, Weighted
+from gpuroute.core.homes import Homes
 from gpuroute.core.pickers import (
     Cheapest,
-    Homes,
     Kit,
+    LeastRequest,
     Nobody,
     Picker,
     PowerOfTwo,
-    in_flight,
-    one,
+    Single,
     peak_ewma,
     queue_depth,
 )
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 POLICIES: dict[str, Callable[[Kit], Picker]] = {
-    "random": lambda kit: Cheapest(kit, Weighted(kit.states, kit.random), one),
-    "round_robin": lambda kit: Cheapest(kit, Rotation(kit.states, kit.random), one),
-    "weighted_round_robin": lambda kit: Cheapest(kit, Smooth(kit.states, kit.random), one),
+    "random": lambda kit: Single(kit, Weighted(kit.states, kit.random).one),
+    "round_robin": lambda kit: Single(kit, Rotation(kit.states, kit.random).one),
+    "weighted_round_robin": lambda kit: Single(kit, Smooth(kit.states, kit.random).one),
     "p2c": PowerOfTwo,
-    "least_request": lambda kit: Cheapest(kit, DRandom(kit.states, kit.random), in_flight),
+    "least_request": lambda kit: LeastRequest(kit, DRandom(kit.states, kit.random)),
     "least_latency": lambda kit: Cheapest(kit, TwoRandom(kit.states, kit.random), peak_ewma),
     "queue_depth": lambda kit: Cheapest(kit, TwoRandom(kit.states, kit.random), queue_depth),
     "prefix": lambda kit: Homes(kit, wants_ladder=True),

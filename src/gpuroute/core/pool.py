@@ -60,22 +60,9 @@ class Pool:
     """All that is known of one pool. Safe from any thread; `update` calls must not overlap each other."""
 
     __slots__ = (
-        "arrivals",
-        "budget",
-        "hedges",
-        "late",
-        "lock",
-        "mean_tokens",
-        "name",
-        "outliers",
-        "placements",
-        "reroutes",
-        "rules",
-        "shared",
-        "snapshot",
-        "spec",
-        "survivors",
-    )
+        "arrivals", "budget", "hedges", "late", "lock", "mean_tokens", "name", "outliers", "placements", "reroutes",
+        "rules", "shared", "snapshot", "spec", "survivors",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -133,9 +120,10 @@ class Pool:
         """The endpoint for one attempt, or None; untried ones outside failed domains, then untried ones, then any."""
         picker = self.snapshot.picker
         state = picker.pick(ask, tried)
-        if state is None and isinstance(tried, Tried):
-            state = picker.pick(ask, tried.states)
-        return state or (picker.pick(ask) if tried else None)
+        if state is not None or not tried:
+            return state
+        state = picker.pick(ask, tried.states) if isinstance(tried, Tried) else None
+        return state or picker.pick(ask)
 
     def acquire(self, ask: Ask, now: float, tried: Container[EndpointState] = (), tries: Tries = None) -> Attempt | None:
         """Start an attempt on the best endpoint and add it to its call's history; None if no endpoint may take one."""
@@ -149,7 +137,8 @@ class Pool:
         while state is not None:
             attempt = state.acquire(now, tries, ask.tokens)
             if attempt is not None:
-                self._placed(ask, attempt)
+                if self.snapshot.picker.remembers:
+                    self._placed(ask, attempt)
                 return attempt
             state = self.pick(ask, tried)  # a limit was reached in between: that endpoint is not admitted now
         return self._acquire_in_panic(ask, now, tried, tries) if self.rules.panic == "fail_open" else None
@@ -237,7 +226,8 @@ class Pool:
             attempt = state.acquire_in_panic(now, tries, ask.tokens)
             if attempt is not None:
                 self.shared.signals.panic_picks += 1
-                self._placed(ask, attempt)
+                if self.snapshot.picker.remembers:
+                    self._placed(ask, attempt)
                 return attempt
         return None
 

@@ -1,4 +1,4 @@
-"""A weighted consistent-hash ring: a sorted array and `bisect`.
+"""A weighted consistent-hash ring: a sorted array and a table of where to look in it.
 
 One endpoint leaving moves only its own keys, a short ejection behaves as a removal because the walk steps over endpoints
 that are not admitted, and every client computes the same ring (xxh3_64, never `hash()`). Ranking 10,000 endpoints per
@@ -10,14 +10,19 @@ from everybody, and each of the others gives up a fraction of a point, so that a
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from typing import TYPE_CHECKING
+from array import array
+from bisect import bisect_left
+from typing import TYPE_CHECKING, TypeVar
 
 from xxhash import xxh3_64_intdigest
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+from gpuroute.core.lookup import Lookup
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+T = TypeVar("T")
+TURN = 2.0**64
 MAX_POINTS = 50_000
 POINTS = 160  # per unit of weight: the share of an endpoint then varies by about 1/sqrt(160) = 8 %
 FEW_CHANGES = 100  # up to there, points are cheaper moved one by one
@@ -27,13 +32,14 @@ FEW_POINTS = 60  # on average at least, so that weights may be shares of one
 class Ring:
     """Immutable. Owners are ids; `extended` builds the next ring from this one and is cheap for small changes."""
 
-    __slots__ = ("_fractions", "_owners", "_points", "shares")
+    __slots__ = ("_fractions", "_lookup", "_owners", "_points", "shares")
 
     def __init__(self, weights: dict[str, float] | None = None) -> None:
         self.shares: dict[str, int] = {}
         self._fractions: dict[str, float] = {}
-        self._points: list[int] = []
+        self._points = array("Q")
         self._owners: list[str] = []
+        self._lookup = Lookup(self._points, TURN)
         if weights:
             self._grow(Ring(), weights)
 
@@ -46,7 +52,7 @@ class Ring:
     def homes(self, key: int) -> Iterator[str]:
         """The owners of a key in ring order: home first, each endpoint once."""
         owners, count = self._owners, len(self._owners)
-        start = bisect_right(self._points, key)
+        start = self._lookup.find(key)
         seen: set[str] = set()
         for index in range(start, start + count):
             owner = owners[index % count]
@@ -58,8 +64,16 @@ class Ring:
 
     def home(self, key: int) -> str:
         """The first owner of a key; the ring must not be empty."""
-        index = bisect_right(self._points, key)
-        return self._owners[index if index < len(self._owners) else 0]
+        return self._owners[self.place(key)]
+
+    def place(self, key: int) -> int:
+        """The number of the point that a key belongs to; the ring must not be empty."""
+        index = self._lookup.find(key)
+        return index if index < len(self._owners) else 0
+
+    def laid_out(self, by_owner: Mapping[str, T]) -> list[T]:
+        """What belongs to the owner of each point."""
+        return [by_owner[owner] for owner in self._owners]
 
     def __len__(self) -> int:
         return len(self._points)
@@ -81,11 +95,12 @@ class Ring:
             if old.get(owner, 0) < share
             for p in _points(owner, old.get(owner, 0), share)
         }
-        self._points, self._owners = before._points.copy(), before._owners.copy()
+        self._points, self._owners = before._points[:], before._owners.copy()
         if len(gone) + len(added) <= FEW_CHANGES:
             self._patch(gone, added)
         else:
             self._rebuild(gone, added)
+        self._lookup = Lookup(self._points, TURN)
 
     def _patch(self, gone: set[int], added: dict[int, str]) -> None:
         points, owners = self._points, self._owners
@@ -99,9 +114,8 @@ class Ring:
 
     def _rebuild(self, gone: set[int], added: dict[int, str]) -> None:
         owner_of = dict(zip(self._points, self._owners, strict=True)) | added
-        self._points = [point for point in self._points if point not in gone]
-        self._points += added
-        self._points.sort()
+        stay = [point for point in self._points if point not in gone]
+        self._points = array("Q", sorted([*stay, *added]))
         self._owners = [owner_of[point] for point in self._points]
 
 

@@ -65,6 +65,7 @@ class SecondsRules:
 class Soonest:
     """The policy `auto`, and what `predictive` corrects (without homes). Immutable, of one snapshot; any thread."""
 
+    remembers = True
     ring: Ring | None = None
 
     def __init__(self, kit: Kit, *, homes: bool, rules: SecondsRules | None = None) -> None:
@@ -83,10 +84,10 @@ class Soonest:
     def pick(self, ask: Ask, tried: Container[EndpointState] = ()) -> EndpointState | None:
         if ask is NOTHING_ASKED:
             ask = Ask()  # a draw is kept in the ask, and that one is everybody's
-        best, best_cost = None, INF
+        best, best_cost, price = None, INF, self._price
         for state, why in self._drawn(ask).items():
             if len(state.in_flight) < state.limit and (not tried or state not in tried):
-                cost = self._price(state, ask, why)
+                cost = price(state, ask, why)
                 if cost < best_cost:
                     best, best_cost = state, cost
         if best is None:
@@ -125,7 +126,7 @@ class Soonest:
             depth = min(len(ask.ladder), HOME_RUNG + 1) or 1  # a session without a known prompt: the least
             slower = 1.0 if bid is None else self._slower(bid)
             seconds -= share * DEPTHS[depth - 1] * BLOCK_TOKENS * rate * slower
-        if state.last_error_at is not None and state.troubled:
+        if state.troubled and state.last_error_at is not None:
             seconds += rules.failure_s * math.exp(min(0.0, state.last_error_at - ask.now) / rules.failure_fade_s)
         # A ramp or a low weight makes waiting dearer; a home that is cheaper than free stays what it is.
         if seconds > 0:
@@ -165,8 +166,8 @@ class Soonest:
             alpha = self._alpha(speeds)
         if why == HOME:
             alpha *= 1 - rules.blind_hit  # others were sent here for the same prefix
-        uncached = (ask.tokens or prompt_tokens(ask)) - ask.placed.get(state.id, 0)
-        return wait + alpha * rate * (max(1, uncached))
+        uncached = (ask.tokens or prompt_tokens(ask)) - (ask.placed.get(state.id, 0) if ask.placed else 0)
+        return wait + alpha * rate * (uncached if uncached > 0 else 1)
 
     def _slower(self, bid: Report) -> float:
         """By which factor prefill is slower there, beside the decodes that the bid reports."""

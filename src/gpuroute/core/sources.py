@@ -15,12 +15,13 @@ from gpuroute.core.prefix import BLOCK_TOKENS, DEPTHS
 from gpuroute.core.speed import shrunk
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from gpuroute.core.candidates import Ask
     from gpuroute.core.pickers import Kit
     from gpuroute.core.ring import Ring
     from gpuroute.core.seconds import SecondsRules
+    from gpuroute.core.speed import Speeds
     from gpuroute.core.state import EndpointState
 
 HOME = "home"
@@ -33,19 +34,22 @@ SESSION_TOKENS = 2_048  # the same, of a caller who named a session because it m
 WORTH = 5.0  # a call must be expected to last so many round trips to be asked for
 SMALL_S, NEAR_S = 0.05, 0.001  # small jobs are not worth asking for; small prompts of unknown jobs only nearby
 SMALL_LOG = math.log(SMALL_S)
+DEPTH_TOKENS = tuple(blocks * BLOCK_TOKENS for blocks in DEPTHS)
 
 
 class Sources:
     """Immutable, of one snapshot or a part of it. `asks`: its endpoints have agents."""
 
-    __slots__ = ("_calm", "_few", "_kit", "_placed", "_ring", "_rungs", "asks", "by_id", "states")
+    __slots__ = ("_by_point", "_calm", "_few", "_kit", "_placed", "_ring", "_rungs", "_speeds", "asks", "by_id", "states")
 
     def __init__(self, kit: Kit, rules: SecondsRules, ring: Ring | None, *, asks: bool) -> None:
         self._kit = kit
         self._ring = ring
-        self._few = random_few(kit)
+        self._few = random_few(kit).__call__
+        self._speeds = kit.states[0].pool.speeds if kit.states else None
         self.states = kit.states
         self.by_id = kit.by_id
+        self._by_point = ring.laid_out(kit.by_id) if ring is not None and len(kit.by_id) == len(ring.shares) else ()
         self.asks = asks
         self._rungs = rules.ask_rungs if asks else rules.blind_rungs
         self._calm = 0 if asks else rules.calm
@@ -54,33 +58,48 @@ class Sources:
     def draw(self, ask: Ask) -> dict[EndpointState, str]:
         """Candidates, and why each is one; the first reason counts."""
         found: dict[EndpointState, str] = {}
-        by_id, ring, asks = self._kit.by_id, self._ring, self.asks
-        known = ring is not None and (ask.key is not None or bool(ask.ladder))
-        if ring is not None and known:
-            self._recall(ask)
-            for owner in islice(filter(by_id.__contains__, ask.placed), self._placed):
-                found[by_id[owner]] = "placed before"
-            for key, count in self._home_keys(ask):
-                for owner in self._homes(ring, key, count):
-                    found.setdefault(by_id[owner], HOME)
-        if self._calm and self._kit.states:
-            self._draw_calm(found)
+        asks = self.asks
+        known = self._ring is not None and (ask.key is not None or bool(ask.ladder))
+        if known:
+            self._draw_placed(found, ask)
+            for state in self._homes(ask):
+                found.setdefault(state, HOME)
+        if self._calm and self._speeds is not None:
+            self._draw_calm(found, self._speeds)
         for _ in range(1 if known or not asks else 2):  # four asks are enough for queues, more find prefixes
             for state in self._few(ask):
-                if len(found) < MOST or not asks:
+                if not asks or len(found) < MOST:
                     found.setdefault(state, "random")
         return found
 
-    def _homes(self, ring: Ring, key: int, count: int) -> Iterable[str]:
-        """The first owners of a key that are of this part."""
-        by_id = self.by_id
-        if len(by_id) < len(ring.shares):
-            return islice(filter(by_id.__contains__, islice(ring.homes(key), MAX_WALK)), count)
-        return (ring.home(key),) if count == 1 else islice(ring.homes(key), count)
+    def _draw_placed(self, found: dict[EndpointState, str], ask: Ask) -> None:
+        by_id, left = self.by_id, self._placed
+        for owner in self._recall(ask):
+            if (state := by_id.get(owner)) is not None:
+                found[state] = "placed before"
+                left -= 1
+                if not left:
+                    return
 
-    def _draw_calm(self, found: dict[EndpointState, str]) -> None:
-        by_id, left = self._kit.by_id, self._calm
-        for state in self._kit.states[0].pool.speeds.calm():
+    def _homes(self, ask: Ask) -> Iterable[EndpointState]:
+        """The first owners of the call's ring positions that are of this part."""
+        ring, ladder = self._ring, ask.ladder
+        assert ring is not None
+        if self._by_point and ask.key is None and len(self._rungs) == 1:
+            rung, count = self._rungs[0]
+            if count == 1:
+                return (self._by_point[ring.place(ladder[rung if rung < len(ladder) else -1])],)
+        owners = (owner for key, count in self._home_keys(ask) for owner in self._owners(ring, key, count))
+        return map(self.by_id.__getitem__, owners)
+
+    def _owners(self, ring: Ring, key: int, count: int) -> Iterable[str]:
+        if self._by_point:
+            return islice(ring.homes(key), count)
+        return islice(filter(self.by_id.__contains__, islice(ring.homes(key), MAX_WALK)), count)
+
+    def _draw_calm(self, found: dict[EndpointState, str], speeds: Speeds) -> None:
+        by_id, left = self.by_id, self._calm
+        for state in speeds.calm():
             if by_id.get(state.id) is state:
                 found.setdefault(state, "calm")
                 left -= 1
@@ -92,20 +111,22 @@ class Sources:
         if ask.key is not None:
             return ((ask.key, 2),)
         ladder, deepest = ask.ladder, len(ask.ladder) - 1
-        if len(self._rungs) == 1:
-            rung, count = self._rungs[0]
-            return ((ladder[min(deepest, rung)], count),)
         return {ladder[min(deepest, rung)]: count for rung, count in self._rungs}.items()
 
-    def _recall(self, ask: Ask) -> None:
-        """Put into the ask what this process has placed of its prompt, and where; the best place first."""
-        placements = self._kit.placements
-        depths = placements.depths(ask.ladder)
-        placed = {owner: min(DEPTHS[index] * BLOCK_TOKENS, ask.tokens) for owner, index in depths.items()}
-        if ask.key is not None and (owner := placements.owner(ask.key)) is not None:
+    def _recall(self, ask: Ask) -> Mapping[str, int]:
+        """Prompt tokens that this process has placed, and where, the best place first; put into the ask too."""
+        placements, most = self._kit.placements, ask.tokens
+        placed = placements.depths(ask.ladder)
+        for owner, index in placed.items():
+            tokens = DEPTH_TOKENS[index]
+            if tokens > most:
+                tokens = most
+            placed[owner] = tokens
+        if ask.key is not None and (last := placements.owner(ask.key)) is not None:
             # A session's prompt is its last one and a new turn.
-            placed = {owner: prompt_tokens(ask) * 3 // 4} | {it: tokens for it, tokens in placed.items() if it != owner}
+            placed = {last: prompt_tokens(ask) * 3 // 4} | {it: tokens for it, tokens in placed.items() if it != last}
         ask.placed = placed
+        return placed
 
 
 def home_key(ask: Ask) -> int | None:

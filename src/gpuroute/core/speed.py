@@ -33,18 +33,20 @@ SHRINK = 20.0  # samples at which own experience weighs as much as the cohort's
 
 
 class Rate:
-    """A learned log(seconds per token) that starts at a prior."""
+    """A learned log(seconds per token) that starts at a prior; `seconds` is what it means."""
 
-    __slots__ = ("count", "log")
+    __slots__ = ("count", "log", "seconds")
 
     def __init__(self, prior: float) -> None:
         self.log = math.log(prior)
+        self.seconds = prior
         self.count = 0.0
 
     def learn(self, log: float, weight: float = 1.0) -> None:
         """One sample, log(seconds per token); the newest weigh 2 % once there are fifty. `weight`: what it can say."""
         self.count += weight
         self.log += (log - self.log) * weight * max(0.02, 1.0 / (self.count + 1))
+        self.seconds = math.exp(self.log)
 
 
 class Speeds:
@@ -106,6 +108,6 @@ class Speeds:
 def shrunk(own: Rate | None, cohort: Rate) -> float:
     """Seconds per token: own experience and the cohort's, weighed by samples (in the log domain)."""
     if own is None:
-        return math.exp(cohort.log)
+        return cohort.seconds
     weight = own.count / (own.count + SHRINK)
     return math.exp(weight * own.log + (1 - weight) * cohort.log)

@@ -99,6 +99,7 @@ class Zoned:
         picker = self._pickers[largest]
         assert picker is not None
         self.wants_ladder: bool = picker.wants_ladder
+        self.remembers: bool = picker.remembers
         self.ring: Ring | None = picker.ring
 
     def pick(self, ask: Ask, tried: Container[EndpointState] = ()) -> EndpointState | None:

@@ -289,7 +289,6 @@ class Routes:
             raise NoEndpointAvailable(
                 f"pool {call.pool.name!r}: endpoint {route.pin!r} redirected to itself and takes no call now"
             )
-        call.tried.add(state)
         return attempt
 
     def is_warm(self, state: EndpointState) -> bool:
