@@ -17,6 +17,7 @@ from fault_world import TEXT, ask, experienced, signals, vllm
 
 from gpuroute.core.attempt import STREAMING, Attempt
 from gpuroute.core.outcome import Outcome
+from gpuroute.observe import Observer
 from gpuroute.transports.hedging import race_tasks, race_threads
 from gpuroute.transports.trips import Trip
 
@@ -301,3 +302,34 @@ def test_who_was_beaten_is_not_heard_as_the_end_of_the_call(
     again = transport._depart(route, transport._pools())
     again.lose()
     assert again.lost
+
+
+# ------------------------------------------------------------------------------------------ the end of the call
+
+
+class Ends(Observer):
+    """Counts the calls that are told to have ended."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def call_ended(self, call: Any, now: float) -> None:
+        self.calls.append(call)
+
+
+@pytest.mark.parametrize("cut_after", [2, 4])
+def test_a_continued_call_ends_once_also_if_nothing_but_its_end_was_lost(
+    gpus: Callable[..., list[GpuServer]],
+    call: Callable[..., Caller],
+    kind: str,
+    cut_after: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ends = Ends()
+    monkeypatch.setattr("gpuroute.transports.routes.observer", lambda: ends)
+    servers = gpus(2)
+    client = call(kind, vllm(servers), continuation=True)
+    servers[0].drop_mid_stream(cut_after, count=1)
+    assert client.read(client.open(TEXT, json=ask(4))).endswith(b"data: [DONE]\n\n")
+    assert servers[1].state()["received"] == (cut_after < 4)
+    assert len(ends.calls) == 1
