@@ -36,7 +36,7 @@ def channel(
     compression: grpc.Compression | None = None,
     prompt: ReadPrompt | None = read_message,
     replay: str = "unavailable",
-    idle_timeout: float = 300.0,
+    idle_timeout: float = 200.0,
     load_reports: float | None = None,
 ) -> grpc.Channel:
     """A `grpc.Channel` that sends every RPC to the endpoint of `pool` which will answer soonest.
@@ -45,7 +45,8 @@ def channel(
     the endpoint's URL (`grpcs://`) and its `tls` record decide. `prompt(method, request)`: reads the prompt of a request
     (a `Prompt`, its bytes, or None) where the policy uses prefixes; None: never. `replay`: which failures of a single
     request may be tried elsewhere: "unsent" (it never left), "unavailable" (and UNAVAILABLE), "failed" (and UNKNOWN,
-    INTERNAL, DATA_LOSS: only if repeating is harmless). `idle_timeout`: seconds after which an unused channel closes.
+    INTERNAL, DATA_LOSS: only if repeating is harmless). `idle_timeout`: seconds after which an unused channel closes;
+    gateways that forget connections in silence do so after 240 s or later.
     `load_reports`: follow the load that endpoints report by the ORCA service, every so many seconds; None: do not.
     Any thread. Raises ConfigError.
     """

@@ -28,7 +28,7 @@ def channel(
     interceptors: Sequence[grpc.aio.ClientInterceptor] = (),
     prompt: ReadPrompt | None = read_message,
     replay: str = "unavailable",
-    idle_timeout: float = 300.0,
+    idle_timeout: float = 200.0,
     load_reports: float | None = None,
 ) -> grpc.aio.Channel:
     """A `grpc.aio.Channel` that sends every RPC to the endpoint of `pool` which will answer soonest.
