@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from fault_world import PATIENCE_S
 
 from gpuroute.testing import GpuServer
 
@@ -23,6 +24,12 @@ if TYPE_CHECKING:
 @pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
+
+
+@pytest.fixture
+def eventually(eventually: Callable[..., None]) -> Callable[..., None]:
+    """The shared one, with more patience."""
+    return lambda condition, what="the condition", within=PATIENCE_S: eventually(condition, what, within)
 
 
 @pytest.fixture
@@ -45,12 +52,13 @@ def call(eventually: Callable[..., None]) -> Iterator[Callable[..., Caller]]:
     """Make a caller of a kind over endpoints; afterwards nothing may be in flight."""
     made: list[Caller] = []
 
-    def make(kind: str, over: list[Endpoint], **settings: Any) -> Caller:
+    def make(kind: str, over: list[Endpoint], *, patience: float = PATIENCE_S, **settings: Any) -> Caller:
         settings.setdefault("retry_floor", "1000/s")
-        made.append(Caller(kind, router_for(over, "llama", **settings)))
+        settings.setdefault("watchdog", True)
+        made.append(Caller(kind, router_for(over, "llama", **settings), timeout=patience))
         return made[-1]
 
     yield make
     for one in made:
-        eventually(lambda one=one: in_flight(one.router) == 0, f"nothing is in flight: {one.router.snapshot()}", 5)
+        eventually(lambda one=one: in_flight(one.router) == 0, f"nothing is in flight: {one.router.snapshot()}")
         one.close()

@@ -10,8 +10,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from fault_world import CHAT, TEXT, ask, signals, vllm
+from fault_world import CHAT, PATIENCE_S, TEXT, ask, signals, vllm, when
 from http_caller import router_for
+from ports import own_port
 from stopwatch import Stopwatch
 
 from gpuroute import ConfigError, Endpoint, NoEndpointAvailable, UnknownPool, httpx2
@@ -35,13 +36,20 @@ def served(client: Caller | Any, name: str) -> int:
 
 
 def closed_loop(
-    router: Any, callers: int, seconds: float, *, body: dict[str, Any] | None = None, calls: int = 0
+    router: Any,
+    callers: int,
+    seconds: float,
+    *,
+    body: dict[str, Any] | None = None,
+    calls: int = 0,
+    ends: list[float | None] | None = None,
 ) -> list[float | None]:
     """Callers that call again at once: the end of each call, seconds from the start; None for a failed one.
 
     They go on until `seconds` are over and `calls` have ended: how many calls a second has depends on the machine.
+    `ends` is filled as they end.
     """
-    ends: list[float | None] = []
+    ends = [] if ends is None else ends
 
     async def work(client: httpx2.AsyncClient, started: float) -> None:
         while True:
@@ -54,7 +62,7 @@ def closed_loop(
                 return
 
     async def run() -> None:
-        async with httpx2.AsyncClient(router, timeout=5.0) as client:
+        async with httpx2.AsyncClient(router, timeout=PATIENCE_S) as client:
             started = time.monotonic()
             await asyncio.gather(*(work(client, started) for _ in range(callers)))
 
@@ -70,6 +78,7 @@ def routers() -> Iterator[Callable[..., Any]]:
         import random
 
         settings.setdefault("random", random.Random(1).random)
+        settings.setdefault("watchdog", False)  # silence is not what these are about, and a busy machine makes some
         made.append(router_for(over, "llama", **settings))
         return made[-1]
 
@@ -141,7 +150,7 @@ def test_b4_at_most_one_probe_reaches_a_half_open_endpoint(
     results: list[bool] = []
 
     async def probe_and_others() -> None:
-        async with httpx2.AsyncClient(router, timeout=60.0) as client:
+        async with httpx2.AsyncClient(router, timeout=PATIENCE_S) as client:
 
             async def one() -> None:
                 try:
@@ -160,27 +169,26 @@ def test_b4_at_most_one_probe_reaches_a_half_open_endpoint(
 
 def test_b3_a_full_engine_is_not_broken_and_serves_again_at_once(gpus: Gpus, routers: Callable[..., Any]) -> None:
     (server,) = gpus(1, max_num_seqs=2, max_queued=2, time_scale=0.1)
-    router = routers(vllm([server]), attempts=1)
+    router = routers(vllm([server]), attempts=1, breaker_open="60s")
     server.hang()  # so that it is full however slowly the burst arrives
-    full = threading.Timer(0.8, server.resume)
-    full.start()
-    burst = closed_loop(router, 40, 0.0, body=ask(20, stream=False))
-    full.join()
-    assert burst.count(None) > 10  # vLLM's "busy" 503 without Retry-After
+    ended: list[float | None] = []
+    with when(lambda: len(ended) >= 36, server.resume):  # all but the four that it took
+        burst = closed_loop(router, 40, 0.0, body=ask(20, stream=False), ends=ended)
+    assert burst.count(None) >= 36  # vLLM's "busy" 503 without Retry-After
     state = router.pool("llama").snapshot.states[0]
     assert state.breaker.failures == 0
     assert EJECTION not in state.caps
     with Stopwatch() as watch:
         while closed_loop(router, 1, 0.0)[0] is None:
-            assert time.monotonic() - watch.started < 30
-    assert watch.seconds < 1.5
+            assert time.monotonic() - watch.started < 40
+    assert watch.seconds < 15  # its own pause of a quarter of a second, not an open breaker's 60 s
     assert signals_of(router)["breaker_opened"] == 0
 
 
 def test_b3_the_dead_variant_is_taken_out_in_the_end(gpus: Gpus, routers: Callable[..., Any]) -> None:
     servers = gpus(3, time_scale=0.0)
     servers[0].answer(503, body="upstream connect error")
-    router = routers(vllm(servers), retry_floor="1000/s")
+    router = routers(vllm(servers), retry_floor="1000/s", breaker_open="60s")
     assert closed_loop(router, 4, 0.3, calls=60).count(None) == 0
     assert signals_of(router)["breaker_opened"] == 1
 
@@ -188,7 +196,7 @@ def test_b3_the_dead_variant_is_taken_out_in_the_end(gpus: Gpus, routers: Callab
 def test_b1_a_callers_mistakes_do_not_hurt_others(gpus: Gpus, routers: Callable[..., Any]) -> None:
     servers = gpus(3, time_scale=0.0)
     router = routers(vllm(servers))
-    with httpx2.Client(router) as client:
+    with httpx2.Client(router, timeout=PATIENCE_S) as client:
         for _ in range(30):
             assert client.post(TEXT, json={"model": "m", "prompt": "x", "max_tokens": -1}).status_code == 400
         assert sum(server.state()["received"] for server in servers) == 30
@@ -213,14 +221,15 @@ def test_x1_the_other_side_fails_fast_with_a_time(gpus: Gpus, routers: Callable[
     router = routers(vllm(servers), breaker_open="60s", panic="fail_fast", breaker_failures=1)
     for server in servers:
         server.answer(500)
-    with httpx2.Client(router) as client:
+    with httpx2.Client(router, timeout=PATIENCE_S) as client:
         client.post(TEXT, json=ask())
         with Stopwatch() as watch, pytest.raises(NoEndpointAvailable) as caught:
             client.post(TEXT, json=ask())
-    assert watch.seconds < 0.5
-    assert 40 < caught.value.retry_after <= 72
+    assert watch.seconds < 15  # and not until the first one is back
+    assert 20 < caught.value.retry_after <= 72
 
 
+@pytest.mark.real_time
 def test_r8_who_is_asked_to_wait_waits_and_the_other_side_is_a_short_deadline(
     gpus: Gpus, routers: Callable[..., Any]
 ) -> None:
@@ -228,7 +237,7 @@ def test_r8_who_is_asked_to_wait_waits_and_the_other_side_is_a_short_deadline(
     router = routers(vllm(servers), attempts=4)
     for server in servers:
         server.answer(429, headers={"retry-after": "1"}, count=1)
-    with httpx2.Client(router) as client:
+    with httpx2.Client(router, timeout=PATIENCE_S) as client:
         with Stopwatch() as watch:
             assert client.post(TEXT, json=ask(stream=False)).status_code == 200
         assert watch.wall > 0.9
@@ -236,9 +245,9 @@ def test_r8_who_is_asked_to_wait_waits_and_the_other_side_is_a_short_deadline(
         for server in servers:
             server.answer(429, headers={"retry-after": "30"}, count=2)
         with Stopwatch() as watch:
-            response = client.post(TEXT, json=ask(stream=False), extensions={"gpuroute": {"timeout": 10.0}})
+            response = client.post(TEXT, json=ask(stream=False), extensions={"gpuroute": {"timeout": 20.0}})
         assert response.status_code == 429
-        assert watch.seconds < 0.8
+        assert watch.seconds < 10
 
 
 def test_x3_only_hosts_that_list_the_model_are_candidates(gpus: Gpus) -> None:
@@ -250,7 +259,7 @@ def test_x3_only_hosts_that_list_the_model_are_candidates(gpus: Gpus) -> None:
             "p2": PoolSpec("p2", (Endpoint("b", large.url, engine="vllm", model="large"),)),
         }
     )
-    with router, httpx2.Client(router) as client:
+    with router, httpx2.Client(router, timeout=PATIENCE_S) as client:
         assert client.post("http://gpuroute/v1/completions", json=ask() | {"model": "small"}).status_code == 200
         for wrong in ("SMALL", "smal", "typo", "", " small ", "small:lora"):
             with pytest.raises(UnknownPool):
@@ -259,23 +268,24 @@ def test_x3_only_hosts_that_list_the_model_are_candidates(gpus: Gpus) -> None:
 
 
 def test_x4_a_killed_host_costs_callers_nothing_and_is_back_soon(routers: Callable[..., Any]) -> None:
-    with GpuServer.spawn(time_scale=0.0) as one, GpuServer.spawn(time_scale=0.0) as two:
-        router = routers(vllm([one, two]), breaker_open="300ms")
+    with GpuServer.spawn(time_scale=0.0, port=own_port()) as one, GpuServer.spawn(time_scale=0.0) as two:
+        router = routers(vllm([one, two]), breaker_open="300ms", eject_interval="0s")
         closed_loop(router, 2, 0.2)
         timer = threading.Timer(0.2, one.kill)
         timer.start()
-        ends = closed_loop(router, 4, 1.0, calls=100)
+        with Stopwatch() as away:
+            ends = closed_loop(router, 4, 1.0, calls=100)
         timer.join()
         assert ends.count(None) == 0
         state = router.pool("llama").snapshot.by_id["gpu-0"]
-        assert state.failed <= 12
+        assert state.failed <= 20  # five in a row, three more on their way, and probes ever more seldom
         with GpuServer.spawn(time_scale=0.0, port=one.port):
             before = state.served
             with Stopwatch() as watch:
                 while state.served <= before + 3:
-                    assert time.monotonic() - watch.started < 30
+                    assert time.monotonic() - watch.started < 40 + 3 * away.wall
                     closed_loop(router, 4, 0.1)
-            assert watch.seconds < 1.5
+            assert watch.seconds < 3 * away.wall + 3  # each time it is out for twice as long as the time before
 
 
 def test_x4_a_silent_drop_costs_no_call_either(gpus: Gpus, routers: Callable[..., Any]) -> None:
@@ -289,7 +299,7 @@ def test_x4_a_silent_drop_costs_no_call_either(gpus: Gpus, routers: Callable[...
         filler.connect_ex(listening.getsockname())
     (server,) = gpus(1, time_scale=0.0)
     hole = Endpoint("hole", f"http://127.0.0.1:{listening.getsockname()[1]}")
-    router = routers([hole, *vllm([server])], connect_timeout="100ms")
+    router = routers([hole, *vllm([server])], connect_timeout="1s")
     assert closed_loop(router, 8, 0.6, calls=50).count(None) == 0
     hole, well = router.pool("llama").snapshot.states
     before = hole.served, well.served

@@ -11,15 +11,17 @@ import random
 import threading
 import time
 from email.utils import formatdate
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import httpx2 as library
 import pytest
-from fault_world import TEXT, ask, vllm
+from fault_world import PATIENCE_S, TEXT, ask, vllm
 from http_caller import endpoint, router_for
-from http_stub import Exchange, Stage, hang, ok, status
+from http_stub import Exchange, Stage, ok, status
 from hypothesis import given
 from hypothesis import strategies as st
+from ports import own_port
 
 from gpuroute import Endpoint, NoEndpointAvailable, Router, UnknownPool, httpx2
 from gpuroute.core.breaker import BreakerRules
@@ -65,7 +67,9 @@ def two_models(*hosts: Any) -> Router:
         model: PoolSpec(model, tuple(endpoint(host, id=f"{host.name}-{model}", model=model) for host in hosts))
         for model in ("x", "y")
     }
-    router = Router(FakeRegistry(pools), policy="round_robin", random=lambda: 0.0, retry_floor="1000/s")
+    router = Router(
+        FakeRegistry(pools), policy="round_robin", random=lambda: 0.0, retry_floor="1000/s", breaker_open="60s"
+    )
     router.ready()
     return router
 
@@ -79,7 +83,7 @@ async def fails_on_x(exchange: Exchange) -> None:
 
 def test_b7_a_model_that_fails_does_not_take_its_host_from_other_models(stubs: Stage) -> None:
     one, other = stubs("one", "other", behave=fails_on_x)
-    with two_models(one, other) as router, httpx2.Client(router) as client:
+    with two_models(one, other) as router, httpx2.Client(router, timeout=PATIENCE_S) as client:
         for _ in range(30):
             assert client.post(ANY, json=ask() | {"model": "x"}).status_code == 500
             assert client.post(ANY, json=ask() | {"model": "y"}).status_code == 200
@@ -90,10 +94,9 @@ def test_b7_a_model_that_fails_does_not_take_its_host_from_other_models(stubs: S
 
 def test_b7_a_dead_host_is_found_out_by_each_pool_and_costs_no_call(stubs: Stage) -> None:
     """No pool learns from another: a dead host costs each of them its threshold, as retries, and no caller anything."""
-    dead, well = stubs("dead", "well")
-    well.behave = fails_on_nothing
-    with two_models(dead, well) as router, httpx2.Client(router) as client:
-        dead.stop()
+    (well,) = stubs("well", behave=fails_on_nothing)
+    dead = SimpleNamespace(name="dead", url=f"http://127.0.0.1:{own_port()}")
+    with two_models(dead, well) as router, httpx2.Client(router, timeout=PATIENCE_S) as client:
         for _ in range(40):
             for model in ("x", "y"):
                 assert client.post(ANY, json=ask() | {"model": model}).status_code == 200
@@ -109,7 +112,7 @@ async def fails_on_nothing(exchange: Exchange) -> None:
 
 def test_b7_names_that_callers_invent_leave_no_state(stubs: Stage) -> None:
     (host,) = stubs("host", behave=fails_on_nothing)
-    with two_models(host) as router, httpx2.Client(router) as client:
+    with two_models(host) as router, httpx2.Client(router, timeout=PATIENCE_S) as client:
         client.post(ANY, json=ask() | {"model": "y"})
         before = router.snapshot().as_dict()["pools"].keys()
         for number in range(2_000):
@@ -151,13 +154,19 @@ def test_h8_servers_that_end_connections_after_so_many_requests_cost_no_call(gpu
 
 def test_x5_a_host_that_never_answers_does_not_stop_the_others(stubs: Stage) -> None:
     silent, one, other = stubs("silent", "one", "other")
+    given_up = asyncio.Event()
+
+    async def hang(exchange: Exchange) -> None:
+        await given_up.wait()
+        exchange.hang_up()
+
     silent.behave = hang
-    router = router_for([silent, one, other], "llama")
+    router = router_for([silent, one, other], "llama", watchdog=False)
     held: list[str] = []
     limits = library.Limits(max_connections=20)  # per endpoint: what hangs at one takes nothing from the others
 
     async def scenario() -> None:
-        async with httpx2.AsyncClient(router, limits=limits, timeout=library.Timeout(8.0, pool=60.0)) as client:
+        async with httpx2.AsyncClient(router, limits=limits, timeout=PATIENCE_S) as client:
 
             async def caller() -> None:
                 for _ in range(4):
@@ -169,7 +178,9 @@ def test_x5_a_host_that_never_answers_does_not_stop_the_others(stubs: Stage) -> 
             first = [asyncio.create_task(caller()) for _ in range(100)]
             while len(one.came) + len(other.came) < 100:  # while silent holds some, the others serve on
                 await asyncio.sleep(0.005)
-            assert not any(state.failed for state in router.pool("llama").snapshot.states), "before anybody timed out"
+            assert silent.came, "it holds some"
+            assert not any(state.failed for state in router.pool("llama").snapshot.states)
+            silent.loop.call_soon_threadsafe(given_up.set)  # as their timeouts would
             await asyncio.gather(*first)
 
     with router:
@@ -183,26 +194,29 @@ def test_x5_a_host_that_never_answers_does_not_stop_the_others(stubs: Stage) -> 
 
 
 def test_x6_only_ready_ones_get_calls_and_loading_is_no_failure(gpus: Gpus, eventually: Callable[..., None]) -> None:
-    well, loading, warming, draining = (gpus(1, time_scale=0.0, **how)[0] for how in ({}, {"startup_s": 2.0}, {}, {}))
+    well, loading, warming, draining = (gpus(1, time_scale=0.0, **how)[0] for how in ({}, {"startup_s": 1e9}, {}, {}))
     records = vllm([well, loading])
     records += [
         Endpoint("warming", warming.url, state=State.WARMING),
         Endpoint("draining", draining.url, state=State.DRAINING),
     ]
-    with router_for(records, "llama") as router, httpx2.Client(router) as client:
+    with router_for(records, "llama") as router, httpx2.Client(router, timeout=PATIENCE_S) as client:
 
         def served() -> bool:
             assert client.post(TEXT, json=ask(1)).status_code == 200
             return bool(loading.state()["finished"])
 
-        assert not served(), "it says 503 while it loads"
-        eventually(served, "the loading one serves once it can", 30)
+        for _ in range(3):
+            assert not served(), "it says 503 while it loads"
+        assert loading.state()["received"]
+        loading._host.app._ready_at = 0.0
+        eventually(served, "the loading one serves once it can")
         state = router.pool("llama").snapshot.by_id["gpu-1"]
         assert (state.breaker.failures, EJECTION in state.caps) == (0, False)
         assert signals_of(router, "llama")["breaker_opened"] == 0
         assert (warming.state()["received"], draining.state()["received"]) == (0, 0)
         router.registry.set({"llama": [*records[:2], Endpoint("warming", warming.url)]})
-        eventually(lambda: served() and warming.state()["received"], "ready now, so it is called", 30)
+        eventually(lambda: served() and warming.state()["received"], "ready now, so it is called")
 
 
 # ---------------------------------------------------------------------------------------- T1: a limit is what it says
@@ -284,7 +298,7 @@ def test_t4_a_wall_clock_that_is_wrong_by_an_hour_moves_no_pause_beyond_a_minute
     one, other = stubs("one", "other")
     date = formatdate(time.time() + step_s + 30, usegmt=True)
     one.behave = status(429, retry_after=date)
-    with router_for([one, other], "llama") as router, httpx2.Client(router) as client:
+    with router_for([one, other], "llama") as router, httpx2.Client(router, timeout=PATIENCE_S) as client:
         for _ in range(4):
             assert client.post("http://llama/v1/x").status_code == 200
         until = router.pool("llama").snapshot.by_id["one"].until.get(PAUSE, 0.0) - router.clock()
@@ -307,7 +321,7 @@ def test_t5_nothing_is_sent_whose_time_is_over(stubs: Stage, eventually: Callabl
     host.behave = held
     router = router_for([host], "llama")
     limits = library.Limits(max_connections=1)
-    with router, httpx2.Client(router, limits=limits, timeout=library.Timeout(60.0)) as client:
+    with router, httpx2.Client(router, limits=limits, timeout=PATIENCE_S) as client:
         slow = threading.Thread(target=client.post, args=("http://llama/v1/slow",))
         slow.start()
         eventually(lambda: len(host.came) == 1, "the slow one is there")
@@ -315,7 +329,7 @@ def test_t5_nothing_is_sent_whose_time_is_over(stubs: Stage, eventually: Callabl
             with pytest.raises(library.TimeoutException):
                 client.post("http://llama/v1/late", extensions={"gpuroute": {"timeout": 0.1}})
         host.loop.call_soon_threadsafe(release.set)
-        slow.join(20)
+        slow.join(PATIENCE_S)
         assert client.post("http://llama/v1/next").status_code == 200
     assert [came.target for came in host.came] == [b"/v1/slow", b"/v1/next"]
 
@@ -328,7 +342,7 @@ def test_t5_who_waits_for_a_connection_gets_one_in_his_turn(stubs: Stage) -> Non
 
     async def scenario() -> None:
         limits = library.Limits(max_connections=2)
-        async with httpx2.AsyncClient(router, limits=limits, timeout=library.Timeout(60.0)) as client:
+        async with httpx2.AsyncClient(router, limits=limits, timeout=PATIENCE_S) as client:
 
             async def many() -> None:
                 for _ in range(5):
@@ -380,10 +394,10 @@ def test_forks_that_a_setting_decides_have_both_sides() -> None:
 def test_l8_when_all_weights_are_zero_nobody_is_called_and_small_ones_are_the_other_side(stubs: Stage) -> None:
     one, other = stubs("one", "other", behave=status(200))
     with router_for([endpoint(one, weight=0), endpoint(other, weight=0)], "llama") as router:
-        with httpx2.Client(router) as client, pytest.raises(NoEndpointAvailable):
+        with httpx2.Client(router, timeout=PATIENCE_S) as client, pytest.raises(NoEndpointAvailable):
             client.post("http://llama/v1/x")
         router.registry.set({"llama": [endpoint(one, weight=1e-6), endpoint(other, weight=1e-6)]})
-        with httpx2.Client(router) as client:
+        with httpx2.Client(router, timeout=PATIENCE_S) as client:
             for _ in range(4):
                 assert client.post("http://llama/v1/x").status_code == 200
     assert (len(one.came), len(other.came)) == (2, 2)

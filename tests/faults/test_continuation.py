@@ -76,12 +76,13 @@ def test_over_three_endpoints_and_with_usage_that_adds_up(
     assert client.router.snapshot().pools["llama"].signals["continuations"] == 2
 
 
+@pytest.mark.real_time
 def test_a_stalled_stream_is_continued_too(
     gpus: Callable[..., list[GpuServer]], call: Callable[..., Caller], kind: str
 ) -> None:
     servers = gpus(2)
     servers[0].stall_mid_stream(5, count=1)
-    client = call(kind, vllm(servers), continuation=True)
+    client = call(kind, vllm(servers), continuation=True, patience=5.0)
     experienced(client)
     found = events(client.read(client.open(CHAT, json=body(CHAT))))
     assert text_of(found) == expected(CHAT)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from fault_world import TEXT, ask, experienced, signals, vllm
+from fault_world import TEXT, ask, experienced, signals, vllm, when
 from stopwatch import Stopwatch
 
 if TYPE_CHECKING:
@@ -41,15 +42,15 @@ def test_a_late_first_byte_is_overtaken_and_the_loser_is_hung_up_on(
     with Stopwatch() as watch:
         response = client.open(TEXT, json=ask())
         assert b"[DONE]" in client.read(response)
-    assert watch.seconds < 2
+    assert watch.seconds < 20  # and not the client's own 60
     outcomes = [(a["endpoint"], a["outcome"]) for a in response.extensions["gpuroute"]["attempts"]]
     assert outcomes[0][0] == "gpu-0"
     assert outcomes[1][0] == "gpu-1"
-    eventually(lambda: slow.state()["cancelled"] == 1, "the engine saw the loser's connection close", 5)
+    eventually(lambda: slow.state()["cancelled"] == 1, "the engine saw the loser's connection close")
     assert signals(client)["hedges"] == 1
     states = client.router.pool("llama").snapshot.states
     assert (states[0].failed, states[0].breaker.failures) == (0, 0)
-    eventually(lambda: holders(client) == set(), "no connection is held", 5)
+    eventually(lambda: holders(client) == set(), "no connection is held")
 
 
 def test_the_first_may_still_win(
@@ -58,11 +59,13 @@ def test_the_first_may_still_win(
     first, second = gpus(2)
     client = call(kind, vllm([first, second]), hedge=True)
     patient(client)
+    first.hang()
     second.hang()
-    first.answer(200, body='{"from": "first"}', delay=0.3)
-    assert client.post(TEXT, json=ask()).json() == {"from": "first"}
+    with when(lambda: second.state()["received"], first.resume):
+        response = client.post(TEXT, json=ask())
+    assert response.extensions["gpuroute"]["endpoint"] == "gpu-0"
     assert signals(client)["hedges"] == 1
-    eventually(lambda: second.state()["cancelled"] == 1, "the hedge was hung up on", 5)
+    eventually(lambda: second.state()["cancelled"] == 1, "the hedge was hung up on")
 
 
 def test_a_failure_beside_a_live_attempt_does_not_end_the_call(
@@ -71,11 +74,13 @@ def test_a_failure_beside_a_live_attempt_does_not_end_the_call(
     first, second = gpus(2)
     client = call(kind, vllm([first, second]), hedge=True)
     patient(client)
-    first.answer(200, body='{"from": "first"}', delay=0.8)
-    second.answer(500, delay=0.05)
-    answer = client.post(TEXT, json=ask())
-    assert answer.json() == {"from": "first"}
-    assert signals(client)["retries"] == 0
+    first.hang()
+    second.answer(500)
+    failed = client.router.pool("llama").snapshot.states[1]
+    with when(lambda: failed.failed, first.resume):
+        response = client.post(TEXT, json=ask())
+    assert response.extensions["gpuroute"]["endpoint"] == "gpu-0"
+    assert (signals(client)["hedges"], signals(client)["retries"]) == (1, 0)
 
 
 def test_when_both_fail_the_call_goes_on(
@@ -97,13 +102,19 @@ def test_off_by_default_and_on_for_one_call(
     servers = gpus(2)
     client = call(kind, vllm(servers), hedge=how == "setting")
     patient(client)
-    for server in servers:
-        server.answer(200, body="{}", delay=0.5)
+    servers[0].hang()
     options = {"gpuroute": {"hedge": how == "call"}}
+    late = threading.Timer(0.5, servers[0].resume)
+    if how == "setting":  # off for this call, so that it has to wait
+        late.start()
     client.post(TEXT, json=ask(), extensions=options)
     assert signals(client)["hedges"] == (how == "call")
+    servers[0].resume()
+    for server in servers:
+        server.answer(200, body="{}", delay=0.5)
     client.post(TEXT, json=ask(), headers={"x-gpuroute-hedge": "no"})
     assert signals(client)["hedges"] == (how == "call")
+    late.cancel()
 
 
 def test_at_most_the_share(gpus: Callable[..., list[GpuServer]], call: Callable[..., Caller]) -> None:
@@ -123,15 +134,16 @@ def test_a_call_that_still_queues_is_rerouted(
 ) -> None:
     slow, quick = gpus(2)
     client = call(kind, vllm([slow, quick]), reroute=True)
-    for _ in range(16):  # a tenth of calls may be moved, so one needs ten
+    for _ in range(40):  # a tenth of calls may be moved, so one needs ten
         client.post(TEXT, json=ask(1))
     patient(client)
+    before = signals(client)["reroutes"]  # 0, or a moment of the machine's
     slow.hang()
     with Stopwatch() as watch:
         assert client.post(TEXT, json=ask(stream=False)).status_code == 200
     assert watch.wall >= 1.0  # 1 s + 2x its own prefill
-    assert watch.seconds < 4
-    assert signals(client)["reroutes"] == 1
+    assert watch.seconds < 20
+    assert signals(client)["reroutes"] == before + 1
     assert signals(client)["hedges"] == 0
 
 
@@ -182,4 +194,4 @@ def test_l1_cancelled_in_the_middle_of_a_race_nothing_is_left(
     assert signals(client)["hedges"] > 10
     assert sum(len(state.in_flight) for state in pool.snapshot.states) == 0
     assert holders(client) == set()
-    eventually(lambda: sum(server.state()["live"] for server in servers) == 0, "every engine saw them go", 5)
+    eventually(lambda: sum(server.state()["live"] for server in servers) == 0, "every engine saw them go")

@@ -6,7 +6,8 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from agent.test_real_llamacpp import Llama, model, pytestmark  # noqa: F401  (fixture and marks)
-from registry.etcd_server import free_ports
+from fault_world import PATIENCE_S
+from ports import own_ports
 
 import gpuroute.httpx2
 from gpuroute import Endpoint, Router
@@ -27,15 +28,15 @@ def test_a_killed_servers_stream_goes_on_at_the_other(
     model: Path,  # noqa: F811
     eventually: Callable[..., None],
 ) -> None:
-    one, two = (Llama(model, port) for port in free_ports(2))
+    one, two = (Llama(model, port) for port in own_ports(2))
     try:
         endpoints = [Endpoint(name, server.url, engine="llamacpp") for name, server in (("one", one), ("two", two))]
         with (
             Router(endpoints={"p": endpoints}, policy="round_robin", continuation=True, random=lambda: 0.0) as router,
-            gpuroute.httpx2.Client(router, timeout=20) as client,
+            gpuroute.httpx2.Client(router, timeout=PATIENCE_S) as client,
         ):
             for server in (one, two):
-                eventually(lambda server=server: healthy(server.url), "it is loaded", 30)
+                eventually(lambda server=server: healthy(server.url), "it is loaded")
             whole = texts(client.post("http://p/v1/completions", json=ASK).text.splitlines())
             assert len(whole) > 40
             got, url = [], ""

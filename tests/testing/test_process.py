@@ -8,17 +8,17 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import httpx2
 import pytest
-from stopwatch import Stopwatch
 
 from gpuroute.testing import GpuProcess, GpuServer, resent_after_first_byte
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+PATIENCE_S = 60.0
 BODY = {"prompt": "Once upon a time", "max_tokens": 4}
 
 
@@ -26,6 +26,14 @@ BODY = {"prompt": "Once upon a time", "max_tokens": 4}
 def process() -> Iterator[GpuProcess]:
     with GpuServer.spawn(time_scale=0.02) as running:
         yield running
+
+
+def get(process: GpuProcess, **options: Any) -> httpx2.Response:
+    return httpx2.get(process.url + "/health", **{"timeout": PATIENCE_S, **options})
+
+
+def post(process: GpuProcess, **options: Any) -> httpx2.Response:
+    return httpx2.post(process.url + "/v1/completions", json=BODY, timeout=PATIENCE_S, **options)
 
 
 def gone(pid: int) -> bool:
@@ -38,10 +46,10 @@ def gone(pid: int) -> bool:
 
 
 def test_orders_counters_and_the_wire_from_another_process(process: GpuProcess) -> None:
-    assert httpx2.post(process.url + "/v1/completions", json=BODY, headers={"x-request-id": "r"}).status_code == 200
+    assert post(process, headers={"x-request-id": "r"}).status_code == 200
     assert process.last_request.target == b"/v1/completions"
     process.answer(503, count=1)
-    assert httpx2.post(process.url + "/v1/completions", json=BODY).status_code == 503
+    assert post(process).status_code == 503
     state = process.state()
     assert (state["finished"], state["answered"], state["pid"]) == (1, 1, process.pid)
     assert process.options.time_scale == 0.02
@@ -54,14 +62,16 @@ def test_orders_counters_and_the_wire_from_another_process(process: GpuProcess) 
 def test_refuse_can_be_undone_although_nobody_can_connect(process: GpuProcess) -> None:
     process.refuse()
     with pytest.raises(httpx2.ConnectError):
-        httpx2.get(process.url + "/health")
+        get(process)
     process.resume()
-    assert httpx2.get(process.url + "/health").status_code == 200
+    assert get(process).status_code == 200
 
 
 def test_kill_resets_connections(process: GpuProcess) -> None:
     process.slow(1000)
-    with httpx2.stream("POST", process.url + "/v1/completions", json={**BODY, "stream": True}) as response:
+    with httpx2.stream(
+        "POST", process.url + "/v1/completions", json={**BODY, "stream": True}, timeout=PATIENCE_S
+    ) as response:
         process.kill()
         with pytest.raises(httpx2.TransportError):
             list(response.iter_lines())
@@ -75,20 +85,22 @@ def test_kill_resets_connections(process: GpuProcess) -> None:
 def test_frozen_then_thawed(process: GpuProcess) -> None:
     process.freeze()
     with pytest.raises(httpx2.ReadTimeout):
-        httpx2.get(process.url + "/health", timeout=0.2)
+        get(process, timeout=0.2)
     assert process.alive
     process.thaw()
-    assert httpx2.get(process.url + "/health").status_code == 200
+    assert get(process).status_code == 200
 
 
 def test_sigterm_finishes_what_runs_and_exits(process: GpuProcess, eventually: Callable[..., None]) -> None:
     process.slow(10_000)
-    with httpx2.stream("POST", process.url + "/v1/completions", json={**BODY, "stream": True}) as response:
-        eventually(lambda: process.state()["live"] == 1, "the request runs")
+    with httpx2.stream(
+        "POST", process.url + "/v1/completions", json={**BODY, "stream": True}, timeout=PATIENCE_S
+    ) as response:
+        eventually(lambda: process.state()["live"] == 1, "the request runs", PATIENCE_S)
         process.terminate()
         process.slow(1)
         assert "".join(response.iter_text()).endswith("[DONE]\n\n")
-    assert process.wait(40) == 0
+    assert process.wait(PATIENCE_S) == 0
 
 
 def test_wait_times_out(process: GpuProcess) -> None:
@@ -124,13 +136,11 @@ def test_the_module_says_how_it_is_used(arguments: list[str], code: int, said: s
     assert "Traceback" not in done.stderr
 
 
-def test_processes_start_side_by_side_and_quickly() -> None:
-    with Stopwatch() as watch:
-        fleet = [GpuServer.spawn(wait=False) for _ in range(3)]
-        ports = {process.port for process in fleet}
+def test_processes_start_side_by_side() -> None:
+    fleet = [GpuServer.spawn(wait=False) for _ in range(3)]
     try:
-        assert len(ports) == 3
-        assert watch.seconds < 5
+        assert [process._ready for process in fleet] == [None] * 3, "none has been waited for"
+        assert len({process.port for process in fleet}) == 3
     finally:
         for process in fleet:
             process.stop()
@@ -139,7 +149,7 @@ def test_processes_start_side_by_side_and_quickly() -> None:
 @pytest.mark.parametrize("how", ["killed", "forked"])
 def test_nothing_is_left_when_the_parent_dies(how: str, eventually: Callable[..., None]) -> None:
     """`forked`: a child of the parent lives on and holds our pipe to the stand-in open."""
-    fork = "child = os.fork() or time.sleep(60)" if how == "forked" else "child = 0"
+    fork = "child = os.fork() or time.sleep(600)" if how == "forked" else "child = 0"
     script = (
         "import os, signal, time\nfrom gpuroute.testing import GpuServer\nserver = GpuServer.spawn()\n"
         f"{fork}\nprint(server.pid, child, flush=True)\nos.kill(os.getpid(), signal.SIGKILL)"
@@ -147,9 +157,9 @@ def test_nothing_is_left_when_the_parent_dies(how: str, eventually: Callable[...
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
         pid, child = (int(word) for word in parent.stdout.readline().split())
-        assert parent.wait(10) == -signal.SIGKILL
+        assert parent.wait(PATIENCE_S) == -signal.SIGKILL
     try:
-        eventually(lambda: gone(pid), "the stand-in is gone", within=20)
+        eventually(lambda: gone(pid), "the stand-in is gone", within=PATIENCE_S)
         assert not child or not gone(child)
     finally:
         if child:

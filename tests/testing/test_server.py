@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import ssl
+import sys
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+PATIENCE_S = 60.0
+TRIES = 50
 COMPLETION = {"model": "m", "prompt": "Once upon a time", "max_tokens": 6}
+
+
+def to(server: GpuServer, **options: Any) -> httpx2.Client:
+    """A client of a server, with patience."""
+    return httpx2.Client(**{"base_url": server.url, "timeout": PATIENCE_S, **options})
 
 
 @pytest.fixture
@@ -34,7 +42,7 @@ def server() -> Iterator[GpuServer]:
 
 @pytest.fixture
 def client(server: GpuServer) -> Iterator[httpx2.Client]:
-    with httpx2.Client(base_url=server.url, timeout=5) as running:
+    with to(server) as running:
         yield running
 
 
@@ -66,7 +74,7 @@ def test_completion_and_its_stream_say_the_same(client: httpx2.Client) -> None:
 
 
 def test_stream_interval_packs_tokens_after_the_first() -> None:
-    with GpuServer(stream_interval=4, time_scale=0.0) as server, httpx2.Client(base_url=server.url) as client:
+    with GpuServer(stream_interval=4, time_scale=0.0) as server, to(server) as client:
         events = sse(complete(client, stream=True, max_tokens=10))[:-1]
     texts = [event["choices"][0]["text"] for event in events]
     assert [len(part.encode()) // 4 for part in texts] == [1, 4, 4, 1]
@@ -145,7 +153,7 @@ def test_bad_bodies_are_refused_in_the_interface_s_words(
 
 
 def test_token_ids_and_unknown_models_and_paths() -> None:
-    with GpuServer(model="llama", time_scale=0) as server, httpx2.Client(base_url=server.url) as client:
+    with GpuServer(model="llama", time_scale=0) as server, to(server) as client:
         ids = client.post("/v1/completions", json={"prompt": [1, 2, 3], "model": "llama"}).json()
         assert ids["usage"]["prompt_tokens"] == 3
         refused = client.post("/v1/completions", json={"prompt": "a", "model": "nope"})
@@ -194,19 +202,22 @@ def timed(client: httpx2.Client, **changes: Any) -> Stopwatch:
 
 def test_time_follows_the_step_model_and_its_scale() -> None:
     """60 tokens take 60 steps of 8.5 ms on an idle H100, a tenth of that here, and never less."""
-    with GpuServer(time_scale=0.1) as server, httpx2.Client(base_url=server.url) as client:
-        plain = [timed(client, max_tokens=60) for _ in range(3)]
-        server.slow(4)
-        slowed = [timed(client, max_tokens=60) for _ in range(2)]
-    for watches, least, most in ((plain, 0.050, 0.20), (slowed, 0.200, 0.8)):
-        assert min(watch.wall for watch in watches) >= least
-        assert min(watch.seconds for watch in watches) < most
+    with GpuServer(time_scale=0.1) as server, to(server) as client:
+        for factor in (1, 4):
+            server.slow(factor)
+            watches = [timed(client, max_tokens=60)]
+            while (
+                watches[-1].seconds >= 0.2 * factor and len(watches) < TRIES
+            ):  # busy machines: now and then they are not
+                watches.append(timed(client, max_tokens=60))
+            assert min(watch.wall for watch in watches) >= 0.05 * factor
+            assert watches[-1].seconds < 0.2 * factor
 
 
 def test_scale_zero_answers_at_once() -> None:
-    with GpuServer(gpu="V100", time_scale=0) as server, httpx2.Client(base_url=server.url) as client:
+    with GpuServer(gpu="V100", time_scale=0) as server, to(server) as client:
         complete(client)
-        assert min(timed(client, max_tokens=300).seconds for _ in range(3)) < 0.1  # 8 s on the real thing
+        assert any(timed(client, max_tokens=300).seconds < 0.3 for _ in range(TRIES))  # 8 s on the real thing
 
 
 # ---------------------------------------------------------------------------------------------------- the wire
@@ -233,7 +244,7 @@ def test_chunked_bodies_and_keep_alive(client: httpx2.Client, server: GpuServer)
 
 
 def exchange(server: GpuServer, data: bytes) -> bytes:
-    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as raw:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S) as raw:
         raw.sendall(data)
         raw.shutdown(socket.SHUT_WR) if data.endswith(b"close\r\n\r\n") else None
         received = b""
@@ -273,12 +284,12 @@ def test_pipelined_requests_are_answered_in_turn(server: GpuServer) -> None:
 
 
 def test_hanging_up_as_llama_cpp_does() -> None:
-    with GpuServer(keepalive_requests=2, time_scale=0.0) as server, httpx2.Client(base_url=server.url) as client:
+    with GpuServer(keepalive_requests=2, time_scale=0.0) as server, to(server) as client:
         for _ in range(4):
             complete(client)
         assert [request.connection for request in server.requests][::2] != [server.requests[0].connection] * 2
     with GpuServer(keepalive_s=0.05, time_scale=0.0) as server:
-        with socket.create_connection(("127.0.0.1", server.port), timeout=5) as raw:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S) as raw:
             assert raw.recv(1) == b""  # closed by the server, having said nothing
 
 
@@ -293,10 +304,10 @@ def test_tls_and_mutual_tls(tmp_path: Path) -> None:
     ca.configure_trust(context)
     with GpuServer(**files, time_scale=0.0) as server:
         assert server.url.startswith("https://")
-        with httpx2.Client(base_url=server.url, verify=context) as stranger, pytest.raises(httpx2.TransportError):
+        with to(server, verify=context) as stranger, pytest.raises(httpx2.TransportError):
             stranger.get("/health")
         ca.issue_cert("client.test").configure_cert(context)
-        with httpx2.Client(base_url=server.url, verify=context) as client:
+        with to(server, verify=context) as client:
             assert complete(client).status_code == 200
 
 
@@ -326,7 +337,7 @@ def test_options_that_cannot_be_are_named_before_anything_starts(option: str, va
 
 
 def test_a_url_prefix(server: GpuServer) -> None:
-    with GpuServer(prefix="/engine/7", time_scale=0.0) as prefixed, httpx2.Client() as client:
+    with GpuServer(prefix="/engine/7", time_scale=0.0) as prefixed, httpx2.Client(timeout=PATIENCE_S) as client:
         assert client.get(prefixed.url + "/health").status_code == 200
         assert client.get(prefixed.url.removesuffix("/engine/7") + "/health").status_code == 404
 
@@ -386,9 +397,10 @@ def test_drop_before_or_inside_a_whole_answer(client: httpx2.Client, server: Gpu
 
 def test_stall_keeps_the_connection_open(server: GpuServer) -> None:
     server.stall_mid_stream(2, count=1)
-    with httpx2.Client(base_url=server.url, timeout=1.0) as client:
+    with to(server, timeout=1.0) as client:
         with pytest.raises(httpx2.ReadTimeout):
             complete(client, stream=True)
+    with to(server) as client:
         assert complete(client).status_code == 200
 
 
@@ -403,15 +415,15 @@ def test_a_hung_engine_looks_healthy_and_finishes_after_resume(
     assert client.get("/health").status_code == 200
     assert answers == []
     server.resume()
-    waiting.join(5)
+    waiting.join(PATIENCE_S)
     assert answers[0].status_code == 200
 
 
 def test_a_mute_server_answers_nothing_but_orders(server: GpuServer) -> None:
     server.hang(everything=True)
-    with httpx2.Client(base_url=server.url, timeout=0.1) as client, pytest.raises(httpx2.ReadTimeout):
+    with to(server, timeout=0.1) as client, pytest.raises(httpx2.ReadTimeout):
         client.get("/health")
-    with httpx2.Client(base_url=server.url) as client:
+    with to(server) as client:
         assert client.get("/_control").json()["hung"] is True
         client.post("/_control", json={"do": "resume"})
         assert client.get("/health").status_code == 200
@@ -423,6 +435,9 @@ def test_refused_then_back_on_the_same_port(client: httpx2.Client, server: GpuSe
     server.refuse()
     with pytest.raises(httpx2.ConnectError):
         complete(client)
+    if sys.platform == "linux":
+        with pytest.raises(OSError, match="in use"), socket.socket() as other:
+            other.bind(("127.0.0.1", server.port))  # nobody else gets the port meanwhile
     server.resume()
     assert complete(client).status_code == 200
     assert server.url == url
@@ -477,9 +492,9 @@ def test_draining_as_vllm_does(client: httpx2.Client, server: GpuServer) -> None
 
 
 def test_a_full_queue_answers_503(eventually: Callable[..., None]) -> None:
-    options = {"max_num_seqs": 1, "max_queued": 1, "time_scale": 1.0, "slowdown": 50.0}
+    options = {"max_num_seqs": 1, "max_queued": 1, "time_scale": 1.0, "slowdown": 1e6}
     streamed = {**COMPLETION, "stream": True}
-    with GpuServer(**options) as server, httpx2.Client(base_url=server.url) as client:
+    with GpuServer(**options) as server, to(server) as client:
         for running in (1, 2):
             client.send(client.build_request("POST", "/v1/completions", json=streamed), stream=True)
             eventually(lambda: server.state()["live"] == running, "the requests are there")  # noqa: B023
@@ -488,9 +503,9 @@ def test_a_full_queue_answers_503(eventually: Callable[..., None]) -> None:
 
 
 def test_unhealthy_and_still_loading() -> None:
-    with GpuServer(startup_s=60.0) as server, httpx2.Client(base_url=server.url) as client:
+    with GpuServer(startup_s=1e9) as server, to(server) as client:
         assert (client.get("/health").status_code, complete(client).status_code) == (503, 503)
-    with GpuServer(time_scale=0.0) as server, httpx2.Client(base_url=server.url) as client:
+    with GpuServer(time_scale=0.0) as server, to(server) as client:
         server.health(500)
         assert (client.get("/health").status_code, complete(client).status_code) == (500, 200)
 
@@ -537,5 +552,5 @@ def test_misuse_is_named() -> None:
 def test_stop_and_start_again() -> None:
     server = GpuServer(time_scale=0.0)
     for _ in range(2):
-        with server, httpx2.Client(base_url=server.url) as client:
+        with server, to(server) as client:
             assert complete(client).status_code == 200

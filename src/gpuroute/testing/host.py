@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
+import socket
 import ssl
+import sys
 from typing import TYPE_CHECKING, Any
 
 from .app import App
@@ -30,6 +33,7 @@ class Host:
         self._ssl = ssl_context or _server_context(options)
         self._die = die
         self._server: asyncio.Server | None = None
+        self._place: socket.socket | None = None
         self._connections: set[Connection] = set()
 
     @property
@@ -41,6 +45,7 @@ class Host:
         """Take connections; the same port every time."""
         if self._server is not None:
             return
+        self._keep_port()
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(
             self._connection, self.options.host, self.port, ssl=self._ssl, backlog=1024
@@ -62,6 +67,22 @@ class Host:
         self._do_refuse()
         for connection in list(self._connections):
             connection.cut(reset=False)
+        if self._place is not None:
+            self._place.close()
+
+    def _keep_port(self) -> None:
+        """A bound socket keeps the port ours while nobody listens: else the system may give it to another process.
+
+        Only Linux lets us listen beside it.
+        """
+        if self._place is not None or sys.platform != "linux":
+            return
+        place = socket.socket(socket.AF_INET6 if ":" in self.options.host else socket.AF_INET)
+        place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with contextlib.suppress(OSError):  # taken already: `create_server` says so
+            place.bind((self.options.host, self.port))
+            self.port = place.getsockname()[1]
+        self._place = place
 
     def _connection(self) -> Connection:
         options = self.options

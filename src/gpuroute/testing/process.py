@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     from .options import ServerOptions
 
-_START_S = 20.0
-_ANSWER_S = 10.0
+_START_S = 60.0
+_ANSWER_S = 30.0
 
 
 class GpuProcess(Controls):
@@ -45,7 +45,7 @@ class GpuProcess(Controls):
         self._finalizer = weakref.finalize(self, _reap, self._process)
 
     def ready(self) -> Self:
-        """Wait until it listens. Raises ConnectionError if it could not or died, TimeoutError after 20 s."""
+        """Wait until it listens. Raises ConnectionError if it could not or died, TimeoutError after 60 s."""
         with self._lock:
             if self._ready is None:
                 told = self._read_line(_START_S)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from .process import GpuProcess
 
-_START_S = 10.0
+_START_S = 60.0
 
 
 class GpuServer(Controls):
