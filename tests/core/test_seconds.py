@@ -16,6 +16,7 @@ from gpuroute.core.policies import POLICIES
 from gpuroute.core.report import MAX_AGE_S, Queue, Report, faded, own_work
 from gpuroute.core.seconds import Soonest
 from gpuroute.core.sources import MOST
+from gpuroute.core.speed import shrunk
 from gpuroute.core.trust import Trust
 
 LADDER = (11, 12, 13, 14, 15, 16)
@@ -116,7 +117,18 @@ def test_own_work_without_a_first_token_makes_dear_and_its_age_counts() -> None:
     assert sent - before > 5_000 * 15e-6
     world.clock.advance(3.0)
     assert cost(world, "gpu-0", ask_of(world)) - before > 2.9, "who has kept a call waiting keeps the next one waiting"
-    assert own_work(world.state("gpu-0").in_flight, world.clock(), world.clock()) == (0, pytest.approx(3.0))
+    assert own_work(world.state("gpu-0").in_flight, world.clock(), world.clock()) == (0, 5_000, pytest.approx(3.0))
+
+
+def test_in_overload_all_that_was_sent_is_ahead_not_only_what_was_sent_since_the_last_first_token() -> None:
+    world = stage(4, agents=False)
+    state = world.state("gpu-0")
+    for _ in range(4):
+        assert state.acquire(world.clock(), None, 100_000) is not None
+    world.clock.advance(1.0)
+    learn_first_token(state, 1_000, 0.0, 1.0, world.clock())  # of a call that met a short queue
+    rate = shrunk(state.speed, state.cohort)
+    assert cost(world, "gpu-0", ask_of(world)) > 400_000 * rate
 
 
 def test_a_report_counts_without_a_bid_and_is_absent_when_it_is_old() -> None:

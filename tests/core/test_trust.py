@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from random import Random
+from typing import TYPE_CHECKING
+
 import pytest
 
 from gpuroute.core.attempt import Attempt
@@ -14,13 +17,16 @@ from gpuroute.core.pool import Pool, PoolRules
 from gpuroute.core.report import Report
 from gpuroute.core.trust import DOUBT_S, FADE_S, Trust, overdue
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 IDLE = Report(0.0, queued_tokens=0, matched_tokens=10_000)
 BUSY = Report(0.0, queued_tokens=20_000, matched_tokens=0)
 
 
-def make_pool(count: int = 2) -> Pool:
+def make_pool(count: int = 2, random: Callable[[], float] = lambda: 0.3) -> Pool:
     endpoints = tuple(Endpoint(f"gpu-{n}", f"http://gpu-{n}") for n in range(count))
-    return Pool(PoolSpec("p", endpoints), PoolRules(policy="predictive"), random=iter(lambda: 0.3, None).__next__)
+    return Pool(PoolSpec("p", endpoints), PoolRules(policy="predictive"), random=random)
 
 
 def attempt_of(pool: Pool, now: float, **bids: Report) -> tuple[Call, Attempt]:
@@ -70,6 +76,34 @@ def test_a_broken_promise_is_remembered_and_fades() -> None:
     for state in pool.snapshot.states:
         state.in_flight.clear()
     assert attempt_of(pool, late, gpu_0=IDLE, gpu_1=BUSY)[1].state.id == "gpu-0", "it is tried again"
+
+
+def test_liars_that_lie_alike_are_not_found_out_one_by_one() -> None:
+    pool = make_pool(8, Random(1).random)
+    bids = {f"gpu-{n}": IDLE for n in range(4)} | {f"gpu-{n}": BUSY for n in range(4, 8)}
+    burnt = []
+    for second in range(40):  # four that say "idle" never answer; the others do, in time
+        call = Call(pool, float(second), ask=Ask(tokens=10_000))
+        chosen = [state.id for state in call.pool.snapshot.picker.candidates(call.ask)]
+        if max(chosen) < "gpu-4":
+            continue  # nobody to prefer
+        call.ask.bids = {name: bids[name]._replace(at=float(second)) for name in chosen}
+        attempt = call.next_attempt(float(second))
+        if attempt.state.id < "gpu-4":
+            burnt.append(attempt.state.id)
+        else:
+            attempt.first_token(second + 0.5)
+            call.finish(attempt, Outcome.SUCCESS, second + 0.6)
+    assert len(burnt) <= 2, "the first one is warning enough of the others"
+
+
+def test_an_idle_fleet_that_is_quick_is_believed() -> None:
+    pool = make_pool()
+    for second in range(20):
+        call, attempt = attempt_of(pool, float(second), gpu_0=IDLE, gpu_1=IDLE)
+        attempt.first_token(second + 0.05)
+        call.finish(attempt, Outcome.SUCCESS, second + 0.5)
+    assert pool.shared.speeds.words.lateness(20.0) == 0.0
 
 
 def test_a_bid_that_is_not_believed_says_nothing_of_the_cache() -> None:

@@ -31,6 +31,7 @@ def learn_attempt(state: EndpointState, attempt: Attempt, now: float) -> None:
     if state.trust is None:
         state.trust = Trust()
     state.trust.learn(attempt.promised, seconds, now)
+    state.pool.speeds.words.learn(attempt, attempt.promised, seconds, now)
     learn_usual(state.pool.speeds, attempt.promised, seconds)
 
 

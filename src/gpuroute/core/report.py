@@ -66,12 +66,14 @@ def faded(seconds: float, age: float, mean: float) -> float:
     return mean + (seconds - mean) * math.exp(-age / FADE_S)
 
 
-def own_work(attempts: set[Attempt], since: float, now: float) -> tuple[int, float]:
-    """What this process has sent and had no first token of: uncached tokens since that moment, and the oldest's age."""
-    tokens, age = 0, 0.0
+def own_work(attempts: set[Attempt], since: float, now: float) -> tuple[int, int, float]:
+    """What this process has sent and had no first token of: uncached tokens since that moment, and in all, and the age of
+    the oldest."""
+    tokens, whole, age = 0, 0, 0.0
     for attempt in tuple(attempts):
         if attempt.first is None:
             age = max(age, now - attempt.started)
+            whole += attempt.uncached
             if attempt.started > since:
                 tokens += attempt.uncached
-    return tokens, age
+    return tokens, whole, age

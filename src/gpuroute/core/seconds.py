@@ -20,7 +20,7 @@ from gpuroute.core.report import faded, own_work
 from gpuroute.core.sources import HOME, HOME_RUNG, Sources, prompt_tokens
 from gpuroute.core.speed import Speeds, shrunk
 from gpuroute.core.strata import Strata
-from gpuroute.core.trust import DOUBT_S, blind_queue, overdue
+from gpuroute.core.trust import DOUBT_S, blind_queue, overdue, says_idle
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Sequence
@@ -105,7 +105,7 @@ class Soonest:
     def uncached(self, state: EndpointState, ask: Ask) -> int:
         """Prompt tokens that this endpoint would have to compute, as far as is known."""
         bid = ask.bids.get(state.id) if ask.bids else None
-        return _uncached(state, ask, bid, 0.0 if bid is None else _late(state, ask.now))
+        return _uncached(state, ask, bid, 0.0 if bid is None else _late(state, bid, ask.now))
 
     def promised(self, attempt: Attempt, ask: Ask) -> tuple[float, float | None]:
         """What the bid of the endpoint that was picked said: tokens ahead, and seconds to the first token if any bid."""
@@ -113,6 +113,8 @@ class Soonest:
         bid = ask.bids.get(state.id) if ask.bids else None
         if bid is None:
             return 0.0, None
+        if says_idle(bid):
+            state.pool.speeds.words.taken(attempt)
         queued = bid.queue_tokens(ask.mean_tokens)
         return queued, (queued + attempt.uncached) * shrunk(state.speed, state.cohort)
 
@@ -137,7 +139,7 @@ class Soonest:
         """Seconds of waiting and prefill by the server's own word."""
         speeds = state.pool.speeds
         rate *= self._slower(bid)
-        late = _late(state, ask.now)
+        late = _late(state, bid, ask.now)
         backlog = bid.queue_tokens(ask.mean_tokens) * rate + late
         if not bid.kv_usage:
             backlog += bid.running * self.rules.neighbour_s
@@ -158,8 +160,11 @@ class Soonest:
         else:
             since, wait = -INF, mean
         if in_flight:
-            tokens, age = own_work(in_flight, since, now)
-            wait = max(wait + tokens * rate, age) + len(in_flight) * BLIND_NEIGHBOUR_S
+            tokens, whole, age = own_work(in_flight, since, now)
+            wait += tokens * rate
+            if report is None or since != report.at:  # what was seen is what a call met that was sent before these
+                wait = max(wait, whole * rate)
+            wait = max(wait, age) + len(in_flight) * BLIND_NEIGHBOUR_S
         alpha = rules.blind_alpha
         if ask.bids:
             wait = max(wait, blind_queue(speeds, rate))
@@ -197,10 +202,12 @@ def _uncached(state: EndpointState, ask: Ask, bid: Report | None, late: float) -
     return max(1, (ask.tokens or prompt_tokens(ask)) - matched)
 
 
-def _late(state: EndpointState, now: float) -> float:
-    """Seconds by which this endpoint breaks its promises, beyond what is usual now."""
+def _late(state: EndpointState, bid: Report, now: float) -> float:
+    """Seconds by which this endpoint, or whoever says the same, breaks its promises, beyond what is usual now."""
     trust = state.trust
     late = 0.0 if trust is None else trust.lateness(now)
+    if says_idle(bid):
+        late = max(late, state.pool.speeds.words.lateness(now))
     if state.in_flight:
         late = max(late, overdue(tuple(state.in_flight), now))
     return max(0.0, late - state.pool.speeds.usual_late)

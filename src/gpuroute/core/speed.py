@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from gpuroute.core.trust import Words
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -66,6 +68,7 @@ class Speeds:
         "models",
         "usual_late",
         "usual_latency",
+        "words",
     )
 
     def __init__(self) -> None:
@@ -79,6 +82,7 @@ class Speeds:
         self.usual_late = 0.0  # median of seconds that first tokens come later than bids promise
         self.usual_latency: float | None = None  # moving mean of the logarithm of what calls took
         self.blind_wait = 0.0  # of the waits at endpoints that had given none
+        self.words = Words()
 
     def cohort(self, endpoint: Endpoint) -> Rate:
         """The common experience with this GPU and model."""

@@ -4,7 +4,8 @@ A bid is a promise of seconds: (queued + uncached tokens) x rate. First tokens t
 against the endpoint for about a minute, and a call that is overdue counts at once, before its first token: who always
 says "idle" would else win every call for as long as the first of them waits. Lateness is charged in seconds; beyond
 `DOUBT_S` nothing that the bid says is believed, but the endpoint is not excluded. In the simulator 10 % of agents that
-always say "idle, and all is cached" turned 0.55 s mean TTFT into 660 s; with this into 0.56-0.64 s.
+always say "idle, and all is cached" turned 0.55 s mean TTFT into 660 s; with this into 0.56-0.64 s. Such liars lie alike,
+so who is burnt by one that said "idle" looks twice at all that say it (`Words`), instead of once burnt by each of them.
 
 Endpoints without a bid are the other half. The waits that a client sees are those of winners, so where others bid, an
 endpoint that does not is expected to be as busy as the mean of all bids, and as what was really waited at its like.
@@ -19,10 +20,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from gpuroute.core.attempt import Attempt
+    from gpuroute.core.report import Report
     from gpuroute.core.speed import Speeds
 
 FADE_S = 60.0
 WEIGHT = 0.8  # of the newest sample
+FORGIVENESS = 0.2  # of the newest sample, where many are judged by one: who does not lie is idle at times
 SLACK = 3.0  # a promise times this, plus GRACE_S, is kept in time: honest bids err by that, near saturation most of all
 GRACE_S = 0.1
 DOUBT_S = 0.2
@@ -40,15 +43,46 @@ class Trust:
         self._late = 0.0
         self._at = 0.0
 
-    def learn(self, promised: float, seconds: float, now: float) -> None:
+    def learn(self, promised: float, seconds: float, now: float, forgives: float = WEIGHT) -> None:
         """A first token came after `seconds`."""
-        late = self.lateness(now)
-        self._late = late + WEIGHT * (max(0.0, _over(promised, seconds)) - late)
+        late, over = self.lateness(now), max(0.0, _over(promised, seconds))
+        self._late = late + (WEIGHT if over > late else forgives) * (over - late)
         self._at = now
 
     def lateness(self, now: float) -> float:
         """Seconds expected on top of a promise now."""
         return self._late * math.exp(min(0.0, self._at - now) / FADE_S) if self._late else 0.0
+
+
+class Words:
+    """What came of bids that said "idle": one call at a time is followed. Single stores; any thread."""
+
+    __slots__ = ("_attempt", "_late")
+
+    def __init__(self) -> None:
+        self._late = Trust()
+        self._attempt: Attempt | None = None
+
+    def taken(self, attempt: Attempt) -> None:
+        """An attempt goes to an endpoint that said so."""
+        last = self._attempt
+        if last is None or last.first is not None or last.outcome is not None:
+            self._attempt = attempt
+
+    def learn(self, attempt: Attempt, promised: float, seconds: float, now: float) -> None:
+        """The first token of any attempt that was promised one."""
+        if attempt is self._attempt:
+            self._late.learn(promised, seconds, now, FORGIVENESS)
+
+    def lateness(self, now: float) -> float:
+        """Seconds to expect on top of what whoever says "idle" promises."""
+        late, last = self._late.lateness(now), self._attempt
+        return late if last is None else max(late, overdue((last,), now))
+
+
+def says_idle(bid: Report) -> bool:
+    """It says that it has nothing to do."""
+    return not (bid.running or bid.waiting or bid.queued_tokens > 0)
 
 
 def learn_usual(speeds: Speeds, promised: float, seconds: float) -> None:

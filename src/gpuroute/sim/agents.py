@@ -55,7 +55,7 @@ class Agents:
         """Whether a take or tell gets lost, said as often as clients say it where so many asks get lost."""
         if not self._reports.loss:
             return False
-        return all(self.lost() for _ in range(copies(1 - (1 - self._reports.loss) ** 2)))
+        return all(self.lost() for _ in range(copies(self._reports.unanswered)))
 
     def bid(self, index: int, id_: int, tokens: int, ladder: Sequence[int]) -> Report | None:
         """What comes back for an ask that reaches server `index` now; None: nothing."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
+from gpuroute.core.asking import copies
 from gpuroute.core.call import Call
 from gpuroute.core.candidates import Ask
 from gpuroute.core.fleet import PoolSpec
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
 
 TRACE_BLOCK: Final = 512
 POOL: Final = "pool"
-ASKED_AT_MOST: Final = 3  # an ask without an answer is sent again twice within the patience, as in transports.asking
+MOST_AGAIN: Final = 2  # an ask without an answer is sent again within the patience, as in transports.asking
 
 
 def ladder_of(request: Request) -> tuple[int, ...]:
@@ -149,8 +150,9 @@ class CoreClient:
         assert agents is not None
         ask = flight.call.ask  # type: ignore[attr-defined]
         bids: dict[str, Report] = {}
+        asks = 1 + MOST_AGAIN * copies(reports.unanswered)
         for state in asked:
-            for _ in range(ASKED_AT_MOST):
+            for _ in range(asks):
                 bid = None if agents.lost() else agents.bid(index_of(state), flight.number, ask.tokens, ask.ladder)
                 if bid is not None and not agents.lost():
                     bids[state.id] = bid

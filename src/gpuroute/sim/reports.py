@@ -33,6 +33,11 @@ class Reports:
     patience: float = 0.005  # an ask unanswered for that long counts as lost
     cache_error: float = 0.0  # agents misjudge the matched prefix by up to that share
 
+    @property
+    def unanswered(self) -> float:
+        """Share of asks that get lost, or whose answer does."""
+        return 1 - (1 - self.loss) ** 2
+
     def of(self, channel: str) -> Reports:
         """The same with another channel."""
         return replace(self, channel=channel)
