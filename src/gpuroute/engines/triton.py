@@ -24,7 +24,8 @@ ENGINE = Engine(
     },
     answers=(
         rule(Meaning.OVERLOADED, (429, 500, 503), "exceeds maximum queue size"),
-        rule(Meaning.DRAINING, (400, 404, 503), "no available versions|server is (not ready|stopping|exiting)"),
+        rule(Meaning.DRAINING, (400, 404, 503), "no available versions|server (is )?(not ready|stopping|exiting)"),
+        rule(Meaning.REJECTED, 500, "failed to parse the request json"),  # its own word for it is 500
         rule(Meaning.MISSING, (400, 404), "unknown model"),
     ),
     request_id_header="triton-request-id",

@@ -50,12 +50,16 @@ REPEATED_IF_SAFE = REPEATED | {
 # What an endpoint says that is full, or that no longer serves a model it used to serve: another one will do better.
 _BUSY = (
     (StatusCode.UNAVAILABLE, "exceeds maximum queue size"),  # Triton
+    (StatusCode.UNAVAILABLE, "server is stopping"),  # the same in the first second after its SIGTERM, as the next two
+    (StatusCode.UNAVAILABLE, "server exiting"),
+    (StatusCode.UNAVAILABLE, "server not ready"),
     (StatusCode.UNAVAILABLE, "batch scheduling queue"),  # TF Serving
     (StatusCode.NOT_FOUND, "has no available versions"),  # Triton, while it drains
     (StatusCode.NOT_FOUND, "servable not found"),  # TF Serving, while it loads or unloads
 )
-# Failures made on this side by the caller's own doing.
+# Failures by the caller's own doing: on this side, and what Triton calls UNAVAILABLE though it never will be there.
 _OWN = (
+    "model load / unload is not allowed",
     "exception serializing request",
     "exception deserializing response",
     "exception iterating requests",
