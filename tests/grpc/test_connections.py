@@ -504,17 +504,30 @@ os._exit(status)
 # ------------------------------------------------------------------------------------------ connectivity
 
 
-# The thread in which grpcio polls a subscribed channel, plain or ours, raises if the channel is closed at that moment.
-@pytest.mark.filterwarnings("ignore:Exception in thread:pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_pool_is_ready_when_one_endpoint_is() -> None:
     with servers(1) as (server,):
         router = router_of(refused_url(), refused_url(), server.url)
         with gpuroute.grpc.channel(router, "p") as channel:
             heard: list[grpc.ChannelConnectivity] = []
-            channel.subscribe(heard.append, try_to_connect=True)
+            hear = heard.append
+            channel.subscribe(hear, try_to_connect=True)
             grpc.channel_ready_future(channel).result(timeout=30)
             assert soon(lambda: heard and heard[-1] is grpc.ChannelConnectivity.READY)
             assert heard[0] is grpc.ChannelConnectivity.IDLE
+            # grpcio polls a subscribed channel from a thread, which raises if the channel is closed at that moment.
+            channel.unsubscribe(hear)
+            assert soon(lambda: not _polled(channel)), "channels are polled for nobody"
+
+
+def _polled(channel: Any) -> list[Any]:
+    return [peer for peer in channel._peers if peer.channel._connectivity_state.polling]
+
+
+def test_who_subscribes_again_hears_again() -> None:
+    with servers(1) as (server,), gpuroute.grpc.channel(router_of(server.url), "p") as channel:
+        for _ in range(3):
+            grpc.channel_ready_future(channel).result(timeout=30)
+            assert soon(lambda: not _polled(channel))
 
 
 def test_a_pool_is_ready_in_asyncio_when_one_endpoint_is() -> None:

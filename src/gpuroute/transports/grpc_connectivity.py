@@ -1,8 +1,8 @@
 """The connectivity of a pool, for those who ask a channel: `subscribe`, `grpc.channel_ready_future`.
 
 A pool is as ready as its most ready endpoint, which is how grpc's own balancers aggregate subchannels. Asking to connect
-tries endpoints one after another until one is ready. Endpoints without a channel count as idle. Nothing here runs until
-somebody subscribes: grpcio polls subscribed channels from threads of its own.
+tries endpoints one after another until one is ready. Endpoints without a channel count as idle. Nothing here runs unless
+somebody is subscribed: grpcio polls each subscribed channel from a thread of its own.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ class Connectivity:
         self._lock = threading.RLock()
         self._told: list[tuple[Callback, list[Any]]] = []
         self._states: dict[Peer, ChannelConnectivity] = {}
+        self._watched: dict[Peer, Callback] = {}
         self._connect = False
         peers.on_open = self._watch
 
@@ -66,17 +67,27 @@ class Connectivity:
         threading.Thread(target=self._begin, daemon=True).start()
 
     def unsubscribe(self, callback: Callback) -> None:
-        """Remove a subscriber."""
+        """Remove a subscriber. With the last one the polling ends."""
         with self._lock:
-            for entry in self._told:
-                if entry[0] == callback:
-                    self._told.remove(entry)
-                    return
+            entry = next((entry for entry in self._told if entry[0] == callback), None)
+            if entry is not None:
+                self._told.remove(entry)
+        if not self._told:
+            self._rest()
 
     def close(self) -> None:
         """Forget everyone."""
         with self._lock:
             self._told.clear()
+        self._rest()
+
+    def _rest(self) -> None:
+        with self._lock:
+            if self._told:
+                return
+            watched, self._watched, self._connect = self._watched, {}, False
+        for peer, callback in watched.items():
+            peer.channel.unsubscribe(callback)
 
     def _begin(self) -> None:
         try:
@@ -90,7 +101,9 @@ class Connectivity:
     def _go_on(self) -> None:
         """Open the next channel if a subscriber wants one and none is on its way; then tell the news."""
         with self._lock:
-            self._states = {peer: state for peer, state in self._states.items() if not peer.gone}
+            for peer in [peer for peer in self._states if peer.gone]:
+                del self._states[peer]
+                self._watched.pop(peer, None)
             now = aggregate(self._states.values())
             wanted = self._connect and bool(self._told) and now in {IDLE, BROKEN}
         endpoint = untried(self._hub, self._peers) if wanted else None
@@ -101,13 +114,16 @@ class Connectivity:
 
     def _watch(self, peer: Peer) -> None:
         with self._lock:
-            if not self._told or peer in self._states:
+            if not self._told or peer in self._watched:
                 return
-            self._states[peer] = IDLE
-        peer.channel.subscribe(partial(self._changed, peer), try_to_connect=self._connect)
+            self._states.setdefault(peer, IDLE)
+            callback = self._watched[peer] = partial(self._changed, peer)
+            peer.channel.subscribe(callback, try_to_connect=self._connect)
 
     def _changed(self, peer: Peer, state: ChannelConnectivity) -> None:
         with self._lock:
+            if peer not in self._watched:
+                return
             self._states[peer] = state
         self._go_on()
 
