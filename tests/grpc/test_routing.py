@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
+from stopwatch import Stopwatch
 from world import PATIENT, WAITING, Manner, Server, drained, in_flight, method, refused_url, router_of, servers, soon
 
 import gpuroute
@@ -194,16 +195,19 @@ def test_a_timeout_spans_all_attempts(manner: Manner, two: list[Server]) -> None
     for server in two:
         server.service.trailing = (("grpc-retry-pushback-ms", "400"),)
         server.service.fail_next = [CODE.UNAVAILABLE] * 8
-    with pytest.raises(grpc.RpcError) as error:
+    with Stopwatch() as watch, pytest.raises(grpc.RpcError) as error:
         manner.call(router, "Slow", b"", timeout=0.6)
+    assert watch.seconds < 3
     # Eight attempts at two servers would take 1.2 s; what ends it is the deadline, or the word of who asks for longer.
     assert error.value.code() in {CODE.DEADLINE_EXCEEDED, CODE.UNAVAILABLE}
     assert received(two) < 8
     for server in two:
         server.service.fail_next = []
-    with pytest.raises(grpc.RpcError) as error:
+    with Stopwatch() as watch, pytest.raises(grpc.RpcError) as error:
         manner.call(router_of(*urls(two)), "Slow", b"", timeout=0.4)
     assert error.value.code() is CODE.DEADLINE_EXCEEDED
+    assert watch.wall >= 0.39
+    assert watch.seconds < 3
     assert drained(router)
 
 
@@ -294,7 +298,9 @@ def test_g5_waiting_for_ready_does_not_hide_a_live_endpoint(manner: Manner, two:
     """A channel that waited for the broken endpoint would wait until the deadline."""
     for _ in range(4):
         router = router_of(refused_url(), two[0].url)
-        assert manner.call(router, "Who", b"", wait_for_ready=True, timeout=30) == b"s0"
+        with Stopwatch() as watch:
+            assert manner.call(router, "Who", b"", wait_for_ready=True, timeout=60) == b"s0"
+        assert watch.seconds < 10
         assert router.snapshot().pools["p"].signals["deadlines"] == 0
 
 
