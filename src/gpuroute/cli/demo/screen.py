@@ -55,10 +55,12 @@ class Screen:
         from rich.live import Live
 
         live = Live(console=self._console, auto_refresh=False, transient=True)
-        with suppress(asyncio.CancelledError), live:
-            while True:
-                live.update(self._table(policy, replay, router, fleet), refresh=True)
-                await asyncio.sleep(_REFRESH_S)
+        with live:
+            with suppress(asyncio.CancelledError):
+                while True:
+                    live.update(self._table(policy, replay, router, fleet), refresh=True)
+                    await asyncio.sleep(_REFRESH_S)
+            live.update(self._table(policy, replay, router, fleet), refresh=True)  # who joined last is seen too
 
     def _table(self, policy: str, replay: Replay, router: Router, fleet: DemoFleet) -> Any:
         from rich.table import Table
