@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from gpuroute.core.state import EndpointState
 
 INF = math.inf
-BLIND_NEIGHBOUR_S = 0.001  # per own call in flight: decodes slow prefill down, and few clients see most of them
+BLIND_NEIGHBOUR_S = 0.003  # per own call in flight: decodes slow prefill down, and reports that all share make all run
 
 
 @dataclass(frozen=True, slots=True)
