@@ -8,6 +8,7 @@ import ssl
 import sys
 import threading
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import anthropic
@@ -248,8 +249,9 @@ def exchange(server: GpuServer, data: bytes) -> bytes:
         raw.sendall(data)
         raw.shutdown(socket.SHUT_WR) if data.endswith(b"close\r\n\r\n") else None
         received = b""
-        while part := raw.recv(65536):
-            received += part
+        with suppress(ConnectionResetError):  # which a close is if the server has not read all
+            while part := raw.recv(65536):
+                received += part
         return received
 
 
