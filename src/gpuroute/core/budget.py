@@ -19,15 +19,16 @@ class Recent:
     Not locked: an addition that gets lost under a race is one call that earned nothing.
     """
 
-    __slots__ = ("_second", "_sums")
+    __slots__ = ("_next", "_second", "_sums")
 
     def __init__(self) -> None:
         self._second = 0
+        self._next = 1.0  # when that second is over
         self._sums = [0.0] * SECONDS
 
     def add(self, now: float, amount: float) -> None:
         """Count `amount`; a clock that stepped back counts for the latest second."""
-        if now >= self._second + 1:
+        if now >= self._next:
             self._pass_to(int(now))
         self._sums[self._second % SECONDS] += amount
 
@@ -43,7 +44,7 @@ class Recent:
         # A long idle gap clears each second once, not once per elapsed second.
         for passed in range(self._second + 1, min(second, self._second + SECONDS) + 1):
             self._sums[passed % SECONDS] = 0.0
-        self._second = second
+        self._second, self._next = second, second + 1.0
 
 
 class Budget:

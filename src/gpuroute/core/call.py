@@ -49,7 +49,6 @@ class Call:
         self,
         pool: Pool,
         now: float,
-        *,
         ask: Ask | None = None,
         timeout: float | None = None,
         attempts: int | None = None,

@@ -36,7 +36,10 @@ class Placements:
         young, old = self._young, self._old
         alone = self._alone.get(owner) or self._alone.setdefault(owner, (owner,))
         for key in ladder:
-            owners = young.get(key) or old.get(key)
+            owners = young.get(key)
+            if owners is alone:
+                continue
+            owners = owners or old.get(key)
             if owners is None:
                 young[key] = alone
             elif owners[0] == owner:
