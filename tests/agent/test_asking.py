@@ -19,7 +19,7 @@ from stopwatch import Stopwatch
 from gpuroute.agent.book import Sample
 from gpuroute.agent.desk import Desk
 from gpuroute.config import Settings
-from gpuroute.core.asking import EngineState, Kind, open_message
+from gpuroute.core.asking import BidBody, EngineState, Kind, encode_bid, identity_of, open_message
 from gpuroute.core.endpoint import Endpoint
 from gpuroute.core.fleet import Fleet, PoolConfig, PoolSpec
 from gpuroute.core.outcome import Outcome
@@ -212,6 +212,24 @@ def test_a_late_bid_still_teaches() -> None:
         _wait(lambda: len(asking.bids) == 2, asker, "sync")
         assert asker.counts.late == 2
         assert all(state.report is not None for state in call.pool.snapshot.states)
+
+
+def test_bids_that_are_very_late_do_not_end_asking_again() -> None:
+    with AgentThread(desks(2)) as agent:
+        router, asker = router_of(agent.endpoints())
+        asking = asker.ask(call_of(router))
+        _wait(lambda: len(asking.bids) == 2, asker, "sync")
+        asker.timeout, asker.round_trip = 0.02, 0.0005
+        bid = BidBody(0, 0, 0, 0.0, EngineState.READY, None, identity_of("gpu-0"), 1, 0)
+        for _ in range(5):
+            asking.heard(
+                encode_bid(bid, asking.id, 0, 0, 0, KEY.encode()), ("127.0.0.1", agent.port), asking.started + 0.9
+            )
+        assert asker.counts.late >= 5
+        assert asker.round_trip < 0.0015
+        assert asker.patience < 0.005
+        asker.round_trip = 0.5
+        assert asker.patience == 0.01, "an answer to the second ask can still come in time"
 
 
 def test_a_wrong_port_is_noticed() -> None:

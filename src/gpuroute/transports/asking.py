@@ -77,6 +77,7 @@ MUTE_S, MAX_MUTE_S = 0.5, 30.0
 NOT_READY_TOKENS = 1_000_000  # what an engine that takes no calls is charged: dearer than any queue, but not excluded
 AGAIN_S = 0.001
 MOST_AGAIN = 2
+MOST_SLOWER = 4.0  # one round trip counts for at most so many usual ones
 RARE = 0.002  # where fewer asks are lost of late, nobody is asked again: a short timer costs as much as a datagram
 SCHEME = "engine"  # of an engine that is asked itself: its id, its dialect and its URL follow
 SOURCES = tuple(f"agent:{state.name}" for state in EngineState)
@@ -176,8 +177,8 @@ class Asker:
     @property
     def patience(self) -> float:
         """Seconds without an answer after which an ask is sent again, where messages get lost at all: never so early that
-        answers are on their way."""
-        return max(AGAIN_S, 3 * self.round_trip)
+        answers are on their way, nor so late that none can come in time."""
+        return min(max(AGAIN_S, 3 * self.round_trip), self.timeout / 2)
 
     # ------------------------------------------------------------------------------------------ for drivers
 
@@ -449,7 +450,8 @@ class Asking:
             peer.epoch = epoch
             counts.answers += 1
             counts.late += not self._waits
-            asker.round_trip += 0.05 * (min(now - started, 1.0) - asker.round_trip)
+            # A few that are very late say little of the others: most of a whole second would end all asking again.
+            asker.round_trip += 0.05 * (min(now - started, MOST_SLOWER * asker.round_trip) - asker.round_trip)
             if far:
                 learn_round_trip(state, now - started)
             ready = condition is EngineState.READY
