@@ -84,7 +84,9 @@ def peak_ewma(state: EndpointState, ask: Ask) -> float:  # noqa: ARG001
     A latency fades with its age by e per `LATENCY_FADE_S`; "now" is the same for all candidates, so it needs no clock.
     A newcomer starts at the usual latency of its pool, and its ramp multiplies.
     """
-    cost = state.latency + state.latency_at / LATENCY_FADE_S + math.log(len(state.in_flight) + 1)
+    cost = state.latency + state.latency_at / LATENCY_FADE_S
+    if state.in_flight:
+        cost += math.log(len(state.in_flight) + 1)
     if state.ramp_at is None or state.ramp_from:  # who has recovered is dear enough by what its failure cost
         return cost
     return cost + math.log(max(1.0, state.inverse_weight * state.endpoint.weight))
@@ -97,7 +99,9 @@ def queue_depth(state: EndpointState, ask: Ask) -> float:
     if report is not None and ask.now - report.at <= MAX_AGE_S:
         since = report.at
         load += (report.running + report.waiting - mean) * math.exp(min(0.0, since - ask.now) / COUNTS_FADE_S)
-    return (load + sum(attempt.started > since for attempt in tuple(state.in_flight))) * state.inverse_weight
+    if state.in_flight:
+        load += sum(attempt.started > since for attempt in tuple(state.in_flight))
+    return load * state.inverse_weight
 
 
 class Single:

@@ -11,6 +11,7 @@ A small share of calls goes to the dearer candidate: a cohort that once looked b
 
 from __future__ import annotations
 
+from operator import mul
 from typing import TYPE_CHECKING
 
 from gpuroute.core.candidates import NOTHING_ASKED, Ask
@@ -53,7 +54,7 @@ class Model:
 
     def correction(self, features: Features) -> float:
         """Seconds to add to the prior's prediction, which never becomes negative by it."""
-        off = sum(weight * feature for weight, feature in zip(self._weights, features, strict=True))
+        off: float = sum(map(mul, self._weights, features))
         return max(off, -prior_of(features))
 
     def learn(self, features: Features, seconds: float) -> None:
@@ -63,7 +64,7 @@ class Model:
         expected = prior_of(features)
         scale = 1.0 / (FLOOR_S + expected)
         sample = [feature * scale for feature in features]
-        known = sum(weight * each for weight, each in zip(self._weights, sample, strict=True))
+        known = sum(map(mul, self._weights, sample))
         error = (seconds - expected) * scale - known
         bound = OUTLIER * self.usual
         self.count += 1
@@ -71,8 +72,8 @@ class Model:
         self._step(sample, max(-bound, min(bound, error)))
 
     def _step(self, sample: Sequence[float], error: float) -> None:
-        reach = [sum(map(float.__mul__, row, sample)) for row in self._spread]
-        gain = 1.0 / (FORGET * max(self.usual, 0.1) ** 2 + sum(map(float.__mul__, reach, sample)))
+        reach = [sum(map(mul, row, sample)) for row in self._spread]
+        gain = 1.0 / (FORGET * max(self.usual, 0.1) ** 2 + sum(map(mul, reach, sample)))
         self._weights = [weight + gain * each * error for weight, each in zip(self._weights, reach, strict=True)]
         fade = [1.0 / FORGET if row[i] < MOST_DOUBT * DOUBT[i] ** 2 else 1.0 for i, row in enumerate(self._spread)]
         self._spread = [
@@ -97,7 +98,7 @@ class Predictive(Soonest):
     def _price(self, state: EndpointState, ask: Ask, why: str) -> float:
         seconds = super()._price(state, ask, why)
         model = state.pool.speeds.models.get(cohort_of(state))
-        if model is None:
+        if model is None or not model.count:
             return seconds
         weight = state.endpoint.weight or 1.0  # 0: another thread drains it just now
         return seconds + model.correction(self.features(state, ask)) / weight
@@ -105,7 +106,8 @@ class Predictive(Soonest):
     def promised(self, attempt: Attempt, ask: Ask) -> tuple[float, float | None]:
         """Also notes what was known when the call was placed: its first token is a lesson."""
         state = attempt.state
-        model = state.pool.speeds.models.setdefault(cohort_of(state), Model())
+        models, cohort = state.pool.speeds.models, cohort_of(state)
+        model = models.get(cohort) or models.setdefault(cohort, Model())
         attempt.lesson = model, self.features(state, ask, attempt)
         return super().promised(attempt, ask)
 
@@ -129,8 +131,8 @@ class Predictive(Soonest):
                 bid.running / 100,
             )
         since, wait, kv, running = self._last_seen(state, ask, rate)
-        others = [attempt for attempt in tuple(state.in_flight) if attempt is not mine]
-        sent = sum(attempt.uncached for attempt in others if attempt.first is None and attempt.started > since)
+        others = [attempt for attempt in tuple(state.in_flight) if attempt is not mine] if state.in_flight else ()
+        sent = sum(a.uncached for a in others if a.first is None and a.started > since) if others else 0
         return 1.0, prompt, wait, sent * rate, float(len(others)), prompt * kv, running / 100
 
     def _last_seen(self, state: EndpointState, ask: Ask, rate: float) -> tuple[float, float, float, float]:
@@ -152,7 +154,8 @@ class Predictive(Soonest):
 
 def prior_of(features: Features) -> float:
     """Seconds to the first token before anything was learned."""
-    return sum(map(float.__mul__, PRIOR, features))
+    seconds: float = sum(map(mul, PRIOR, features))
+    return seconds
 
 
 def cohort_of(state: EndpointState) -> tuple[str, str]:
