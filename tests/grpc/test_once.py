@@ -237,7 +237,7 @@ def test_nor_in_asyncio(three: list[Server], monkeypatch: pytest.MonkeyPatch, he
     async def run() -> bytes:
         async with gpuroute.grpc.aio.channel(router, "p") as channel:
             call = channel.unary_unary(method("Who"))(b"", timeout=60)
-            flight = call.flight
+            flight = call._flight
             while flight.inner is None or (here and not flight.inner.done()):
                 await asyncio.sleep(0.005)
             inner = flight.inner

@@ -823,7 +823,7 @@ def test_one_asyncio_channel_serves_several_loops(two: list[Server]) -> None:
     found += [asyncio.run(run()) for _ in range(3)]
     assert len(found) == 6
     assert set.union(*found) == {b"s0", b"s1"}
-    assert len(channel._peers_by_loop) <= 2, "the channels of ended loops were kept"
+    assert len(channel.by_loop) <= 2, "the channels of ended loops were kept"
 
 
 def test_many_threads_share_a_channel(two: list[Server]) -> None:

@@ -54,16 +54,16 @@ class RoutedAioChannel(Makers, grpc.aio.Channel):
         extra = {"interceptors": tuple(interceptors)} if interceptors else {}
         dialers = grpc.aio.insecure_channel, grpc.aio.secure_channel
         self._hub, self._dial, self._reports = wire(router, pool, *dialers, extra, **how)
-        self._peers_by_loop: dict[asyncio.AbstractEventLoop, Peers] = {}
+        self.by_loop: dict[asyncio.AbstractEventLoop, Peers] = {}
         router.on_fork(self._forked)
 
     def peers(self, loop: asyncio.AbstractEventLoop) -> Peers:
         """The endpoint channels of this loop."""
-        found = self._peers_by_loop.get(loop)
+        found = self.by_loop.get(loop)
         if found is None:
-            for other in [other for other in tuple(self._peers_by_loop) if other.is_closed()]:
-                self._peers_by_loop.pop(other, None)
-            found = self._peers_by_loop[loop] = Peers(self._dial, _leave, self._idle, self._reports)
+            for other in [other for other in tuple(self.by_loop) if other.is_closed()]:
+                self.by_loop.pop(other, None)
+            found = self.by_loop[loop] = Peers(self._dial, _leave, self._idle, self._reports)
         return found
 
     def _make(self, kind: str, *method: Any) -> Any:
@@ -108,11 +108,11 @@ class RoutedAioChannel(Makers, grpc.aio.Channel):
         await asyncio.gather(*(peer.channel.close(grace) for peer in peers))
 
     def _forked(self) -> None:
-        for peers in tuple(self._peers_by_loop.values()):
+        for peers in tuple(self.by_loop.values()):
             peers.abandon()
         if self._reports is not None:
             self._reports.after_fork()
-        self._peers_by_loop = {}
+        self.by_loop = {}
 
     async def __aenter__(self) -> Self:
         return self
@@ -154,14 +154,14 @@ class _Method(Multicallable):
         body = self._serialized(request) if self._early else request
         requests = None if self._one or request is None else Requests(request)
         call = self.kind(loop, self._method, body, requests, credentials, compression)
+        flight = call.flight or call
         if hub.known == hub.router.version:
-            self._begin(call.flight, timeout, metadata, wait_for_ready)
+            self._begin(flight, timeout, metadata, wait_for_ready)
         elif hub.version < 0 and hub.waits:
-            flight = call.flight
             flight.until = None if timeout is None else hub.clock() + timeout
             flight.launch_later(self._begin_later(flight, timeout, metadata, wait_for_ready))
         else:
-            self._look(call.flight, timeout, metadata, wait_for_ready)
+            self._look(flight, timeout, metadata, wait_for_ready)
         return call
 
     def _look(self, flight: Flight, timeout: float | None, metadata: Any, patient: bool | None) -> None:
@@ -171,13 +171,15 @@ class _Method(Multicallable):
             hub.look()
         plain = hub.unrouted(self._channel.peers(flight.loop), metadata) if hub.leaves else None
         if plain is not None:
-            flight.adopt(flight.send(plain[0], timeout, plain[1], wait_for_ready=patient))
+            flight.adopt(flight.send(plain[0], timeout, plain[1], patient))
         else:
             self._begin(flight, timeout, metadata, patient)
 
     def _begin(self, flight: Flight, timeout: float | None, metadata: Any, patient: bool | None) -> None:
-        data = (flight.body if self._early else self._serialized(flight.body)) if self._one else None
-        peers, asker = self._channel.peers(flight.loop), self.hub.asker
+        data = flight.body if self._early else self._serialized(flight.body) if self._one else None
+        peers, asker = self._channel.by_loop.get(flight.loop), self.hub.asker
+        if peers is None:
+            peers = self._channel.peers(flight.loop)
         flight.rpc = rpc = Rpc(self, peers, data, timeout, metadata, patient)
         if asker is not None and asker.worth_asking(rpc.call):
             flight.launch_later(_ask(flight, rpc, asker))

@@ -130,13 +130,11 @@ def _details(error: BaseException | None) -> str:
 class _Answered(Flight, _Routed):
     """One response. grpcio's task keeps its inner call alive, so nobody can drop it: call and flight are one object."""
 
-    @property
-    def _flight(self) -> Flight:  # type: ignore[override]
-        return self
+    flight = None
+    """It is its own."""
 
     @property
-    def flight(self) -> Flight:
-        """Itself."""
+    def _flight(self) -> Flight:  # type: ignore[override]
         return self
 
     def __await__(self) -> Generator[Any, None, Any]:

@@ -147,7 +147,7 @@ class Flight:
         if rpc.races:
             self._hedge_later(inner, rpc)
 
-    def send(self, peer: Peer, timeout: float | None, metadata: Any, **how: Any) -> Any:
+    def send(self, peer: Peer, timeout: float | None, metadata: Any, patient: bool | None = None) -> Any:
         """grpcio's own call, begun there."""
         send = peer.methods.get(self.method) or peer.bind(self.method)
         return send(
@@ -155,8 +155,8 @@ class Flight:
             timeout=timeout,
             metadata=metadata,
             credentials=self.credentials,
+            wait_for_ready=patient,
             compression=self.compression,
-            **how,
         )
 
     def launch_later(self, begin: Coroutine[Any, Any, None]) -> None:
