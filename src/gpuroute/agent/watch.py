@@ -107,8 +107,8 @@ class Watch:
         if said or self._knock is None:
             return said
         reply = await fetch(self.url, self._knock[0], body=self._knock[1], timeout=TIMEOUT_S)
-        if reply.status in {404, 405}:
-            self._knock = None  # another version, or shut: it need not hear that twice a second
+        if reply.status in {401, 403, 404, 405}:
+            self._knock = None  # another version, or locked: it need not hear that twice a second
         if reply.status in {GONE.status, SILENT.status}:
             return None
         return judge(self.engine, reply.status, reply.body).meaning is Meaning.DRAINING
