@@ -13,7 +13,7 @@ from gpuroute.core.learning import UNHEARD_S, learn_bid, learn_first_token, lear
 from gpuroute.core.pickers import queue_depth
 from gpuroute.core.report import Report
 from gpuroute.core.sources import worth_asking
-from gpuroute.core.speed import shrunk
+from gpuroute.core.speed import Rate, shrunk
 
 RATE = 27e-6
 
@@ -128,3 +128,11 @@ def test_small_answers_are_not_worth_asking_for_and_long_ones_are_from_afar() ->
 def test_takes_and_tells_are_said_so_often_that_few_are_lost(lost: float, at_most: float) -> None:
     asked_again = 1 - (1 - lost) ** 2
     assert lost ** copies(asked_again) <= at_most
+
+
+def test_a_rate_that_two_threads_spoilt_stays_between_its_samples() -> None:
+    rate = Rate(RATE)
+    rate.learn(math.log(RATE) + 1e-9)
+    rate._bias = 0.3  # stored by another thread, whose spread is still to come
+    rate.learn(math.log(2 * RATE))
+    assert RATE < rate.seconds < 2 * RATE

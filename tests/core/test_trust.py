@@ -106,6 +106,25 @@ def test_an_idle_fleet_that_is_quick_is_believed() -> None:
     assert pool.shared.speeds.words.lateness(20.0) == 0.0
 
 
+def test_a_call_that_was_given_up_says_nothing_more_as_time_goes_by() -> None:
+    pool = make_pool()
+    call, attempt = attempt_of(pool, 0.0, gpu_0=IDLE, gpu_1=BUSY)
+    assert attempt.state.id == "gpu-0"
+    call.finish(attempt, Outcome.CANCELLED, 0.02)  # its caller lost interest, long before it was late
+    words = pool.shared.speeds.words
+    assert [words.lateness(now) for now in (0.03, 30.0, 1_000.0)] == [0.0, 0.0, 0.0]
+    assert attempt_of(pool, 30.0, gpu_0=IDLE, gpu_1=BUSY)[1].state.id == "gpu-0"
+
+
+def test_a_call_that_was_given_up_late_is_held_against_idle_words_and_fades() -> None:
+    pool = make_pool()
+    call, attempt = attempt_of(pool, 0.0, gpu_0=IDLE, gpu_1=BUSY)
+    call.finish(attempt, Outcome.TIMED_OUT, 20.0)
+    words = pool.shared.speeds.words
+    assert 10.0 < words.lateness(20.0) < 20.0
+    assert words.lateness(20.0 + 10 * FADE_S) < 0.01
+
+
 def test_a_bid_that_is_not_believed_says_nothing_of_the_cache() -> None:
     pool = make_pool()
     state = pool.snapshot.by_id["gpu-0"]

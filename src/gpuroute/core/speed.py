@@ -56,9 +56,10 @@ class Rate:
         self.count += weight
         off, step = log - self.log, TRACK * weight
         drift = self._bias / self._spread if self._spread else 0.0  # by those before it: one outlier is none
+        drift = min(1.0, drift * drift)  # two threads in here may leave a bias above its spread
         self._bias += step * (off - self._bias)
         self._spread += step * (abs(off) - self._spread)
-        self.log += off * weight * max(SLOW, 1.0 / (self.count + 1), FAST * drift * drift)
+        self.log += off * weight * max(SLOW, 1.0 / (self.count + 1), FAST * drift)
         self.seconds = math.exp(self.log)
 
 

@@ -77,7 +77,15 @@ class Words:
     def lateness(self, now: float) -> float:
         """Seconds to expect on top of what whoever says "idle" promises."""
         late, last = self._late.lateness(now), self._attempt
-        return late if last is None else max(late, overdue((last,), now))
+        if last is None or last.first is not None:
+            return late
+        if last.ended is None:
+            return max(late, overdue((last,), now))
+        self._attempt = None  # it was given up: it waited that long, and is no later every second from then on
+        waited = last.ended - last.started
+        if last.promised is not None and _over(last.promised, waited) > late:
+            self._late.learn(last.promised, waited, last.ended)
+        return self._late.lateness(now)
 
 
 def says_idle(bid: Report) -> bool:
