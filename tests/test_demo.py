@@ -9,6 +9,7 @@ import pty
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -214,6 +215,20 @@ def test_a_router_reads_what_the_file_book_wrote() -> None:
             ("gpu-2", "draining", ""),
         ]
         assert seen.policy == "p2c"
+    finally:
+        book.close()
+
+
+def test_events_that_happen_at_once_are_all_in_the_file_book() -> None:
+    book = books.FileBook()
+    idents = [f"gpu-{number}" for number in range(64)]
+    try:
+        with ThreadPoolExecutor(8) as threads:
+            list(threads.map(lambda ident: book.put(Endpoint(ident, "http://127.0.0.1:1")), idents))
+            list(threads.map(book.remove, idents[:32]))
+        with gpuroute.Router(settings=book.settings("p2c")) as router:
+            router.ready()
+            assert {view.id for view in router.snapshot().pools["demo"].endpoints} == set(idents[32:])
     finally:
         book.close()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -20,7 +21,7 @@ _ETCD_WAIT_S = 5.0
 
 
 class Book(Protocol):
-    """A registry that is written to. Methods block for a moment; call them off the loop."""
+    """A registry that is written to, from any thread. Methods block for a moment; call them off the loop."""
 
     pool: str
 
@@ -57,18 +58,21 @@ class FileBook:
         self._directory = tempfile.TemporaryDirectory(prefix="gpuroute-demo-")
         self._path = Path(self._directory.name) / "fleet.json"
         self._records: dict[str, dict[str, Any]] = {}
+        self._lock = threading.Lock()  # two events at once would rename each other's fresh file away
 
     def settings(self, policy: str) -> Settings:
         """Defaults but for the policy: the environment of whoever runs the demo must not change what it shows."""
         return Settings.from_env({}, registry=self._path.as_uri(), policy=policy)
 
     def put(self, endpoint: Endpoint) -> None:
-        self._records[endpoint.id] = {"id": endpoint.id, **endpoint_record(endpoint)}
-        self._write()
+        with self._lock:
+            self._records[endpoint.id] = {"id": endpoint.id, **endpoint_record(endpoint)}
+            self._write()
 
     def remove(self, ident: str) -> None:
-        self._records.pop(ident, None)
-        self._write()
+        with self._lock:
+            self._records.pop(ident, None)
+            self._write()
 
     def close(self) -> None:
         self._directory.cleanup()
