@@ -127,5 +127,4 @@ def second_attempt(call: Call, now: float) -> Attempt | None:
     signals.attempts += 1
     signals.hedges += hedges
     signals.reroutes += not hedges
-    call.tried.add(attempt.state)
     return attempt

@@ -43,14 +43,18 @@ def learn_first_token(
     speeds, cohort = state.pool.speeds, state.cohort
     if state.speed is None:
         state.speed = Rate(cohort.seconds)
-    work = max(1.0, uncached + queued)
+    work = uncached + queued
+    if work < 1.0:
+        work = 1.0
     if seconds > 0:
-        rate, weight = log(seconds / work), min(1.0, work / TELLING_TOKENS)
+        rate, weight = log(seconds / work), work / TELLING_TOKENS if work < TELLING_TOKENS else 1.0
         state.speed.learn(rate, weight)
         cohort.learn(rate, weight)
-    wait = max(0.0, seconds - uncached * shrunk(state.speed, cohort))
+    wait = seconds - uncached * shrunk(state.speed, cohort)
+    if wait < 0.0:
+        wait = 0.0
     _learn_wait(state, wait, now - seconds, now, blind=blind)
-    speeds.note(state, calm=wait < max(CALM_S, speeds.mean_wait / 2))
+    speeds.note(state, calm=wait < CALM_S or wait < speeds.mean_wait / 2)
     return wait
 
 

@@ -199,7 +199,8 @@ def _uncached(state: EndpointState, ask: Ask, bid: Report | None, late: float) -
         matched = bid.matched_tokens
     else:
         matched = ask.placed.get(state.id, 0)
-    return max(1, (ask.tokens or prompt_tokens(ask)) - matched)
+    left = (ask.tokens or prompt_tokens(ask)) - matched
+    return left if left > 0 else 1
 
 
 def _late(state: EndpointState, bid: Report, now: float) -> float:

@@ -19,10 +19,6 @@ class Tried:
         self.states: set[EndpointState] = set()
         self.domains: set[tuple[str, str]] = set()
 
-    def add(self, state: EndpointState) -> None:
-        """An attempt went there."""
-        self.states.add(state)
-
     def failed(self, state: EndpointState) -> None:
         """It failed there, so prefer what does not share its fate."""
         self.domains.update(state.domains)
