@@ -147,7 +147,7 @@ class _Method(Multicallable):
         wait_for_ready: bool | None = None,
         compression: grpc.Compression | None = None,
     ) -> Any:
-        """A call of this kind, begun."""
+        """A call of this kind, begun: await it, or iterate over it, as grpcio's own. Raises grpc.aio.UsageError."""
         hub, loop = self.hub, asyncio.get_running_loop()
         if hub.closed:
             raise grpc.aio.UsageError(CLOSED)
@@ -213,36 +213,18 @@ async def _ask(flight: Flight, rpc: Rpc, asker: Asker) -> None:
     flight.launch()
 
 
-# Arguments and results of the four are those of their base classes in `grpc.aio`; `how` is all but the request.
-
-
 class UnaryUnary(_Method, grpc.aio.UnaryUnaryMultiCallable):  # type: ignore[type-arg]
-    """One request, one response."""
+    """One request, one response. Awaiting the call raises grpc.aio.AioRpcError."""
 
     kind = RoutedUnaryUnaryCall
-
-    def __call__(
-        self,
-        request: Any,
-        *,
-        timeout: float | None = None,
-        metadata: Any = None,
-        credentials: grpc.CallCredentials | None = None,
-        wait_for_ready: bool | None = None,
-        compression: grpc.Compression | None = None,
-    ) -> Any:
-        """The call: await it for the response. Raises grpc.aio.AioRpcError."""
-        return self._fly(request, timeout, metadata, credentials, wait_for_ready, compression)
+    __call__ = _Method._fly  # noqa: SLF001
 
 
 class UnaryStream(_Method, grpc.aio.UnaryStreamMultiCallable):  # type: ignore[type-arg]
-    """One request, a stream of responses."""
+    """One request, a stream of responses: iterate over the call, or `read`."""
 
     kind = RoutedUnaryStreamCall
-
-    def __call__(self, request: Any, **how: Any) -> Any:
-        """The call: iterate over it, or `read`."""
-        return self._fly(request, **how)
+    __call__ = _Method._fly  # noqa: SLF001
 
 
 class StreamUnary(_Method, grpc.aio.StreamUnaryMultiCallable):  # type: ignore[type-arg]
