@@ -12,6 +12,7 @@ from gpuroute.core.call import Call
 from gpuroute.core.candidates import Ask
 from gpuroute.core.endpoint import Endpoint
 from gpuroute.core.fleet import PoolSpec
+from gpuroute.core.learning import learn_bid
 from gpuroute.core.outcome import Outcome
 from gpuroute.core.pool import Pool, PoolRules
 from gpuroute.core.report import Report
@@ -123,6 +124,30 @@ def test_a_call_that_was_given_up_late_is_held_against_idle_words_and_fades() ->
     words = pool.shared.speeds.words
     assert 10.0 < words.lateness(20.0) < 20.0
     assert words.lateness(20.0 + 10 * FADE_S) < 0.01
+
+
+@pytest.mark.parametrize(
+    ("said", "believed"),
+    [
+        ({"running": 20, "kv_usage": 0.61}, False),
+        ({"running": 20, "kv_usage": 0.0}, True),  # an engine that does not say what is in use
+        ({"running": 0, "kv_usage": 0.0}, True),  # idle
+    ],
+    ids=str,
+)
+def test_an_agent_that_says_the_same_for_seconds_while_calls_run_is_not_believed(
+    said: dict[str, float], believed: bool
+) -> None:
+    pool = make_pool()
+    state = pool.snapshot.by_id["gpu-0"]
+    for second in range(8):  # each second, so that no two of them are far apart
+        learn_bid(state, IDLE._replace(at=float(second), **said), 0.0)
+    assert (state.trust is None or state.trust.lateness(8.0) <= DOUBT_S) is believed
+    other = pool.snapshot.by_id["gpu-1"]
+    for second in range(8):
+        learn_bid(other, IDLE._replace(at=float(second), running=20, kv_usage=0.5 + second / 1000), 0.0)
+    assert other.trust is None, "who moves is believed"
+    assert other.report.at == 7.0
 
 
 def test_a_bid_that_is_not_believed_says_nothing_of_the_cache() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from math import inf
 from random import Random
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpuroute.core.outcome import Outcome
+from gpuroute.sim.agents import Agents
 from gpuroute.sim.clients import core_clients
 from gpuroute.sim.fleet import Engine, FleetEvent, Server, parse_event, parse_fleet
 from gpuroute.sim.loop import Flight, Simulation
@@ -17,7 +19,10 @@ from gpuroute.sim.measure import Meter, confidence, quantile
 from gpuroute.sim.peers import PEERS, peer_clients
 from gpuroute.sim.reports import Reports
 from gpuroute.sim.run import KEYS, Result, Scenario, simulate
-from gpuroute.sim.traces import Request
+from gpuroute.sim.traces import Request, load_trace
+
+if TYPE_CHECKING:
+    from gpuroute.core.report import Report
 
 SMALL = Scenario(trace="mooncake", fleet="4xH100", clients=3, copies=2, window=20, warmup=5)
 
@@ -170,6 +175,27 @@ def test_asks_are_answered_lost_or_lied_to_without_harm() -> None:
         meter, _ = run("auto", reports=reports)
         ended_once(meter)
         assert meter.failures == 0
+
+
+def test_a_share_of_the_agents_freezes_and_the_others_go_on() -> None:
+    """Each second every agent is asked the same; the frozen ones never say anything else again."""
+    meter = Meter(0.0, 20.0)
+    calls = load_trace("synthetic:rate=60,prompt=3000,output=100", seed=1, seconds=20.0).superpose(1, 1, 20.0)
+    sim = Simulation(parse_fleet("8xH100", Engine()), calls, meter=meter, seed=1)
+    sim.clients = core_clients(sim, 2, "p2c", 1)
+    agents = Agents(sim, Reports("agent", frozen_at=5.0, frozen=0.25))
+    said: dict[int, set[Report]] = {index: set() for index in range(8)}
+
+    def ask(_: object) -> None:
+        for index, its in said.items():
+            report = agents.bid(index, 0, 1_000, ())
+            assert report is not None
+            its.add(report._replace(at=0.0))
+
+    for second in range(6, 20):
+        sim.at(float(second), ask, None)
+    sim.run()
+    assert sorted(len(its) > 1 for its in said.values()) == [False] * 2 + [True] * 6
 
 
 def test_plain_inference_servers_answer_too() -> None:

@@ -82,6 +82,7 @@ def _add_trouble(parser: argparse.ArgumentParser) -> None:
     add("--report-loss", type=float, default=0.0, help="share of reports and asks that get lost")
     add("--report-stale", type=float, default=0.0, help="age of a report when it leaves, seconds")
     add("--report-frozen-at", type=float, default=inf, help="from then on reports repeat what was true at that time")
+    add("--report-frozen-share", type=float, default=1.0, help="share of servers whose agents freeze then")
     add("--coverage", type=float, default=1.0, help="share of servers that answer asks")
     add("--liars", type=float, default=0.0, help="share of agents that always say idle")
     add("--cache-error", type=float, default=0.0, help="agents misjudge the cached prefix by up to that share")
@@ -196,6 +197,7 @@ def _scenario(args: argparse.Namespace) -> Scenario:
             loss=args.report_loss,
             stale=args.report_stale,
             frozen_at=args.report_frozen_at,
+            frozen=args.report_frozen_share,
             coverage=args.coverage,
             liars=args.liars,
             cache_error=args.cache_error,

@@ -11,6 +11,7 @@ from gpuroute.core.trust import Trust, learn_blind, learn_usual
 
 CALM_S = 0.1  # a wait below that is none
 UNHEARD_S = 5.0  # of who was silent for that long nothing is known
+FROZEN_S = 5.0  # an engine that works does not say the same, to a part in 65,535 of its KV cache, for that long
 LATENCY_FADE_S = 10.0  # what was slow or failed, and has had no call since, is tried again within some tens of seconds
 SHORTEST_S = 1e-6
 WORST = log(60.0)  # a failure counts as slower each time, up to this
@@ -95,7 +96,13 @@ def learn_bid(state: EndpointState, bid: Report, mean_tokens: float) -> None:
     speeds.bids += has_agent and bid.source != CARRIED
     speeds.backlog += 0.02 * (queued - speeds.backlog)
     speeds.mean_requests += 0.02 * (bid.running + bid.waiting - speeds.mean_requests)
-    if state.report is None or bid.at >= state.report.at:
+    last = state.report
+    if last is not None and bid.kv_usage and bid.running and bid[1:5] == last[1:5]:
+        if bid.at - last.at > FROZEN_S:
+            state.trust = state.trust or Trust()
+            state.trust.doubt(bid.at)
+        return  # the same again is no news
+    if last is None or bid.at >= last.at:
         state.report = bid
         if not has_agent:  # bids come by the hundred: they would leave no room for those that give none
             speeds.note(state, calm=not bid.waiting)

@@ -29,6 +29,7 @@ FORGIVENESS = 0.2  # of the newest sample, where many are judged by one: who doe
 SLACK = 3.0  # a promise times this, plus GRACE_S, is kept in time: honest bids err by that, near saturation most of all
 GRACE_S = 0.1
 DOUBT_S = 0.2
+FROZEN_LATE_S = 1.0
 BLIND_WEIGHT = 0.1
 USUAL_STEP = 0.1
 BLIND_CAUTION = 2.0
@@ -48,6 +49,10 @@ class Trust:
         late, over = self.lateness(now), max(0.0, _over(promised, seconds))
         self._late = late + (WEIGHT if over > late else forgives) * (over - late)
         self._at = now
+
+    def doubt(self, now: float) -> None:
+        """What its agent says does not move although it says that calls run: none of it is believed for a while."""
+        self._late, self._at = max(self.lateness(now), FROZEN_LATE_S), now
 
     def lateness(self, now: float) -> float:
         """Seconds expected on top of a promise now."""

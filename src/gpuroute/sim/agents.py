@@ -41,6 +41,7 @@ class Agents:
         self._random.shuffle(order)
         self.silent = set(order[round(reports.coverage * len(order)) :])
         self._liars = set(order[: round(reports.liars * len(order))])
+        self._frozen = set(order[: round(reports.frozen * len(order))])
         self.books = [_book(server) for server in sim.servers] if reports.channel in {"agent", "digest"} else []
         self._seen: dict[int, Report] = {}
         self._hung_since: dict[int, float] = {}
@@ -93,12 +94,14 @@ class Agents:
         once frozen.
         """
         reports, now = self._reports, self._sim.now
-        if not reports.stale and now < reports.frozen_at:
+        frozen = now >= reports.frozen_at and index in self._frozen
+        if not reports.stale and not frozen:
             return fresh
         seen = self._seen.get(index)
-        if seen is None or (now - seen.at >= reports.stale and now < reports.frozen_at):
+        if seen is None or (now - seen.at >= reports.stale and not frozen):
             self._seen[index] = seen = fresh
-        return seen._replace(matched_tokens=fresh.matched_tokens)
+        at = now if self._reports.channel == "agent" else seen.at  # who asks does not see how old an answer is
+        return seen._replace(at=at, matched_tokens=fresh.matched_tokens)
 
     def _notices(self, index: int) -> bool:
         """Whether a hung engine is known for it: an engine says nothing itself, an agent notices after a while and then

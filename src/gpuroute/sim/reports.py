@@ -28,6 +28,7 @@ class Reports:
     loss: float = 0.0
     stale: float = 0.0
     frozen_at: float = float("inf")  # from then on every report repeats what was true at that time
+    frozen: float = 1.0  # share of servers that this befalls
     coverage: float = 1.0  # share of servers that answer asks
     liars: float = 0.0  # share of agents that always say idle
     patience: float = 0.005  # an ask unanswered for that long counts as lost

@@ -79,6 +79,7 @@ CASES: Final[Mapping[str, str]] = {
     "coverage-50": _talk("auto+asks", more="--coverage 0.5"),
     "liars-2": _talk("auto+asks", more="--liars 0.02"),
     "liars-10": _talk("auto+asks", more="--liars 0.1"),
+    "frozen-10": _talk("auto+asks", more="--report-frozen-at 50 --report-frozen-share 0.1"),
     "cache-30": _talk("auto+asks", more="--cache-error 0.3"),
     "foreign-50": _talk("auto+asks,oracle,peer:sglang", more="--foreign 0.5"),
     "handshake": _talk("auto+asks", more="--handshake 0.02"),
@@ -247,6 +248,7 @@ ROWS: Final[Sequence[Row]] = (
     Row("5", "2 of 32 engines hang: p99 of TTFT, auto, in seconds", "hang", "auto.ttft_p99"),
     Row("5", "2 % of agents always say idle", "liars-2", "auto+asks / base::auto+asks", "<= 1.1"),
     Row("5", "10 % of agents always say idle", "liars-10", "auto+asks / base::auto+asks", "<= 1.1"),
+    Row("5", "10 % of agents repeat what was true at second 50", "frozen-10", "auto+asks / base::auto+asks", "<= 1.1"),
     Row("5", "small jobs, 5,500/s: auto against p2c", "small", "auto / p2c"),
     Row("5", "small jobs, 5,500/s: auto+asks against p2c", "small", "auto+asks / p2c"),
     *(
