@@ -530,6 +530,22 @@ def test_who_subscribes_again_hears_again() -> None:
             assert soon(lambda: not _polled(channel))
 
 
+def test_who_subscribes_again_hears_nothing_of_what_was() -> None:
+    with servers(1) as (server,), gpuroute.grpc.channel(router_of(server.url), "p") as channel:
+        grpc.channel_ready_future(channel).result(timeout=30)
+        assert soon(lambda: not _polled(channel))
+        server.stop()
+        (peer,) = channel._peers
+        ready = grpc.ChannelConnectivity.READY
+        assert soon(lambda: peer.channel._channel.check_connectivity_state(False) != ready.value[0])
+        heard: list[grpc.ChannelConnectivity] = []
+        hear = heard.append
+        channel.subscribe(hear)
+        assert soon(lambda: heard)
+        channel.unsubscribe(hear)
+        assert ready not in heard, "nobody listens there any more"
+
+
 def test_a_pool_is_ready_in_asyncio_when_one_endpoint_is() -> None:
     async def run(url: str) -> Any:
         async with gpuroute.grpc.aio.channel(router_of(refused_url(), refused_url(), url), "p") as channel:

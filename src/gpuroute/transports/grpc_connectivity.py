@@ -86,6 +86,7 @@ class Connectivity:
             if self._told:
                 return
             watched, self._watched, self._connect = self._watched, {}, False
+            self._states.clear()  # nobody keeps them true from here on
         for peer, callback in watched.items():
             peer.channel.unsubscribe(callback)
 
