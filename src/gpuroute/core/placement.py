@@ -34,13 +34,11 @@ class Placements:
     def remember(self, ladder: Sequence[int], owner: str) -> None:
         """The prompt with these hashes went to `owner`."""
         young, old = self._young, self._old
-        alone = self._alone.get(owner) or self._alone.setdefault(owner, (owner,))
+        alone = self._alone.get(owner)
         for key in ladder:
-            owners = young.get(key)
-            if owners is alone:
-                continue
-            owners = owners or old.get(key)
+            owners = young.get(key) or old.get(key)
             if owners is None:
+                alone = alone or self._alone.setdefault(owner, (owner,))
                 young[key] = alone
             elif owners[0] == owner:
                 young[key] = owners
