@@ -19,7 +19,7 @@ shares = st.floats(0, 1e6, allow_nan=False)
 def test_positions_on_a_ring(points: list[int], key: int) -> None:
     points.sort()
     lookup = Lookup(array("Q", points), TURN)
-    for number in (key, 0, 2**64 - 1, *points):
+    for number in (key, 0, 2**64 - 1, 2**64, 2**70 + key, 2**200, *points):  # the last ones are callers' own hashes
         assert lookup.find(number) == bisect_right(points, number)
 
 

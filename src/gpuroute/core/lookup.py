@@ -30,6 +30,9 @@ class Lookup:
         self._begins = array("I", accumulate(counts))
 
     def find(self, number: float) -> int:
-        """How many of the values are not above a number in 0..`end`."""
+        """How many of the values are not above a number: one in 0..`end`, or above it."""
         begins, slice_ = self._begins, floor(number * self._scale)
-        return bisect_right(self._values, number, begins[slice_], begins[slice_ + 1])
+        try:
+            return bisect_right(self._values, number, begins[slice_], begins[slice_ + 1])
+        except IndexError:  # a caller's own hash may have more than 64 bits
+            return len(self._values)
