@@ -460,6 +460,15 @@ def test_the_kill_switch_needs_no_registry() -> None:
     assert router.fallback("llm") == "http://old:80"
 
 
+def test_the_kill_switch_and_the_rollout_hold_for_attempts() -> None:
+    for router in (
+        make(FakeRegistry(), disabled=True, fallback_url="http://old:80"),
+        make(FakeRegistry({"llm": named("a")}), rollout="0%", fallback_url="http://old:80"),
+    ):
+        with router.attempt("llm", key="k") as attempt:
+            assert attempt.url == "http://old:80"
+
+
 def test_a_pool_can_be_switched_off_in_the_registry() -> None:
     registry = FakeRegistry({"llm": PoolSpec("llm", (), PoolConfig(disabled=True, fallback_url="http://old:80"))})
     router = make(registry)

@@ -5,12 +5,19 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
+from gpuroute.core.call import Call
+from gpuroute.core.endpoint import Endpoint
+from gpuroute.core.fleet import PoolSpec
+from gpuroute.core.pool import Pool, PoolRules
+from gpuroute.core.retry import RetryRules
 from gpuroute.core.ring import session_key
+from gpuroute.core.watchdog import WatchdogRules
 from gpuroute.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from gpuroute.config import Settings
-    from gpuroute.core.pool import Pool
 
 
 class Rollout:
@@ -20,6 +27,17 @@ class Rollout:
         self._settings = settings
         self._lock = threading.Lock()
         self._routed_share = 0.0
+        self._pools: dict[str, Pool] = {}
+
+    def call(self, url: str, now: float, timeout: float | None, random: Callable[[], float]) -> Call:
+        """A call to the fallback URL: one attempt, no policy, the same driver."""
+        pool = self._pools.get(url)
+        if pool is None:
+            spec = PoolSpec("fallback", (Endpoint("fallback", url),))
+            watchdog = WatchdogRules(enabled=False)  # nobody else could take over
+            rules = PoolRules(policy="random", retry=RetryRules(attempts=1), watchdog=watchdog)
+            pool = self._pools.setdefault(url, Pool(spec, rules, random=random))
+        return Call(pool, now, timeout=timeout or self._settings.timeout, replayable=False)
 
     def fallback(self, pool: Pool | None, key: str | None) -> str | None:
         """The URL to use instead of routing; else None. Raises ConfigError if a pool is off and has no such URL."""
@@ -35,13 +53,32 @@ class Rollout:
             return settings.fallback_url
         return None
 
+    def early(self, key: str | None) -> str | None:
+        """The URL for a call that is outside the rollout whatever the first view of the fleet will say; else None.
+
+        A call that is inside is not counted here: it will be, once the view is there.
+        """
+        settings = self._settings
+        if settings.disabled:
+            return settings.fallback_url
+        if settings.rollout >= 1:
+            return None
+        with self._lock:
+            inside = session_key(key) < settings.rollout * 2.0**64 if key else self._due()
+            if not inside and not key:
+                self._routed_share += settings.rollout
+        return None if inside else settings.fallback_url
+
+    def _due(self) -> bool:
+        """Whether the next call without a key is routed. Under the lock."""
+        return self._routed_share + self._settings.rollout >= 1 - 1e-9  # ten times 0.1 is a little less than 1
+
     def _rolled_in(self, key: str | None) -> bool:
         share = self._settings.rollout
         if key:
             return session_key(key) < share * 2.0**64
         # Without a key, an even spread: of any 10 calls in a row, 10 % are exactly one.
         with self._lock:
-            self._routed_share += share
-            routed = self._routed_share >= 1 - 1e-9  # ten times 0.1 is a little less than 1
-            self._routed_share -= routed
+            routed = self._due()
+            self._routed_share += share - routed
         return routed

@@ -64,11 +64,13 @@ class RoutedAttempt:
         self._end(Outcome.FAILED, reason=reason)
 
     def __enter__(self) -> Self:
-        self._router.ready()
+        if not self._router.settings.disabled:
+            self._router.ready()
         return self._begin()
 
     async def __aenter__(self) -> Self:
-        await self._router.aready()
+        if not self._router.settings.disabled:
+            await self._router.aready()
         return self._begin()
 
     def __exit__(
@@ -94,7 +96,11 @@ class RoutedAttempt:
         if self._attempt is not None and self._attempt.outcome is None:
             raise RuntimeError("this attempt is under way: call router.attempt(...) for each")
         pool, key, tokens, protocol = self._arguments
-        call = self._router.call(pool, key=key, tokens=tokens, attempts=1, protocol=protocol)
+        url = self._router.fallback(pool, key)  # the kill switch, or outside the rollout
+        if url is None:
+            call = self._router.call(pool, key=key, tokens=tokens, attempts=1, protocol=protocol)
+        else:
+            call = self._router.unrouted(url)
         now = self._router.clock()
         if (pause := call.delay(now)) > 0:
             raise NoEndpointAvailable(

@@ -387,6 +387,15 @@ class Router:
         """The URL to use instead of routing: kill switch, or the share of calls outside the rollout; else None."""
         return self._rollout.fallback(self._pools.by_protocol[None].get(pool), key)
 
+    def unrouted(self, url: str, timeout: float | None = None) -> Call:
+        """A call to the URL that `fallback` named: one attempt."""
+        return self._rollout.call(url, self.clock(), timeout, self.random)
+
+    def early_fallback(self, key: str | None = None) -> str | None:
+        """Like `fallback`, before the first view of the fleet: calls outside the rollout must not wait for the registry,
+        nor fail with it. None: the call has to wait for the view."""
+        return self._rollout.early(key)
+
     # ------------------------------------------------------------------------------------------ looking
 
     def snapshot(self) -> RouterView:

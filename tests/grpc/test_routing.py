@@ -753,6 +753,12 @@ def test_the_kill_switch_and_the_rollout_leave_calls_unrouted(how: str, manner: 
     assert not [pair for pair in two[1].service.metadata[0] if pair[0].startswith("x-gpuroute")]
 
 
+def test_calls_outside_the_rollout_do_not_wait_for_the_registry(manner: Manner, two: list[Server]) -> None:
+    url = two[1].url.replace("grpc:", "http:")
+    router = gpuroute.Router(FakeRegistry(), rollout="0%", fallback_url=url, ready_timeout="50ms")
+    assert manner.call(router, "Who", b"") == b"s1"
+
+
 def test_a_storm_of_failures_is_bounded_by_the_budget() -> None:
     with servers(3) as running:
         for server in running:

@@ -154,6 +154,13 @@ def test_requests_go_to_every_server(manner: Any, two: list[V2]) -> None:
     assert sum(view.served for view in router.snapshot().pools["p"].endpoints) == 4
 
 
+@pytest.mark.parametrize("switch", [{"disabled": True}, {"rollout": "0%"}])
+def test_the_kill_switch_and_the_rollout_hold(manner: Any, two: list[V2], switch: dict[str, Any]) -> None:
+    router = router_to(two[:1], fallback_url=two[1].url, **switch)
+    assert manner.infer(router, 2, headers={"x-gpuroute-key": "k"}) == ["s1", "s1"]
+    assert "x-gpuroute-key" not in two[1].seen[0][1]
+
+
 def test_a_dead_endpoint_costs_only_an_attempt(manner: Any, two: list[V2]) -> None:
     router = router_of("http://127.0.0.1:1", two[0].url, policy="round_robin")
     assert manner.infer(router, 4) == ["s0"] * 4

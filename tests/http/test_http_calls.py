@@ -248,6 +248,18 @@ def test_kill_switch_and_rollout_go_to_the_fallback(stubs: Stage, caller: Make) 
     assert (names.count("a"), names.count("old")) == (3, 7)
 
 
+def test_calls_outside_the_rollout_do_not_wait_for_the_registry(stubs: Stage, caller: Make) -> None:
+    a, old = stubs("a", "old")
+    registry = FakeRegistry()  # silent until it is told a fleet
+    client = caller(gpuroute.Router(registry, rollout="50%", fallback_url=old.url, ready_timeout="50ms"))
+    assert client.post("http://llama/v1/x").json()["endpoint"] == "old"
+    with pytest.raises(gpuroute.RegistryUnavailable):  # the other half is the router's
+        client.post("http://llama/v1/x")
+    registry.set({"llama": [endpoint(a)]})
+    names = [client.post("http://llama/v1/x").json()["endpoint"] for _ in range(4)]
+    assert names == ["a", "old", "a", "old"]
+
+
 def test_the_kill_switch_leaves_passthrough_calls_alone(stubs: Stage, caller: Make) -> None:
     a, old, foreign = stubs("a", "old", "foreign")
     registry = FakeRegistry()

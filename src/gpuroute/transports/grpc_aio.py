@@ -157,6 +157,8 @@ class _Method(Multicallable):
         flight = call.flight or call
         if hub.known == hub.router.version:
             self._begin(flight, timeout, metadata, wait_for_ready)
+        elif hub.may_leave and hub.waits and self._left(flight, timeout, metadata, wait_for_ready):
+            pass
         elif hub.version < 0 and hub.waits:
             flight.until = None if timeout is None else hub.clock() + timeout
             flight.launch_later(self._begin_later(flight, timeout, metadata, wait_for_ready))
@@ -169,11 +171,15 @@ class _Method(Multicallable):
         hub = self.hub
         if hub.version != hub.router.version:
             hub.look()
-        plain = hub.unrouted(self._channel.peers(flight.loop), metadata) if hub.leaves else None
+        if not (hub.leaves and self._left(flight, timeout, metadata, patient)):
+            self._begin(flight, timeout, metadata, patient)
+
+    def _left(self, flight: Flight, timeout: float | None, metadata: Any, patient: bool | None) -> bool:
+        """Begin a call that is not to be routed, over a plain channel; False if it is."""
+        plain = self.hub.unrouted(self._channel.peers(flight.loop), metadata)
         if plain is not None:
             flight.adopt(flight.send(plain[0], timeout, plain[1], patient))
-        else:
-            self._begin(flight, timeout, metadata, patient)
+        return plain is not None
 
     def _begin(self, flight: Flight, timeout: float | None, metadata: Any, patient: bool | None) -> None:
         data = flight.body if self._early else self._serialized(flight.body) if self._one else None

@@ -147,13 +147,13 @@ class Hub:
 
     def unrouted(self, peers: Peers, metadata: Pairs | None) -> tuple[Peer, Pairs | None] | None:
         """The channel of a call that the kill switch or the rollout leaves unrouted, and its metadata."""
-        asked, metadata = split_metadata(metadata)
-        url = self.router.fallback(self.pool, asked.key)
+        asked, rest = split_metadata(metadata)
+        url = self.router.early_fallback(asked.key) if self.waits else self.router.fallback(self.pool, asked.key)
         if url is None:
             return None
         peer = peers.hold(Endpoint(f"fallback {url}", url), self, self.clock())
         peer.live.discard(self)
-        return peer, metadata
+        return peer, rest
 
     def _read(self, method: str, request: bytes) -> tuple[str | None, Sequence[int], int]:
         """The key, prefix hashes and prompt tokens in a request."""

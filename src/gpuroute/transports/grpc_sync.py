@@ -109,13 +109,15 @@ class _Method(Multicallable):
         hub = self.hub
         if hub.closed:
             raise ValueError(CLOSED)
-        if hub.version != hub.router.version:
+        found = hub.unrouted(self._peers, metadata) if hub.may_leave and hub.waits else None
+        if found is None and hub.version != hub.router.version:
             try:
                 timeout = hub.wait(timeout)
             except RegistryUnavailable as error:
                 raise ended(error) from None
             hub.look()
-        found = hub.unrouted(self._peers, metadata) if hub.leaves else None
+        if found is None and hub.leaves:
+            found = hub.unrouted(self._peers, metadata)
         return timeout, found and (found[0].bind(self._whole), found[1])
 
     def _answer(

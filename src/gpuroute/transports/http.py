@@ -188,6 +188,8 @@ class Driver(Primitives):
         if route is None:
             return self._plain().handle_request(self._leaving(request))
         if not self.router.is_ready and not self._disabled:
+            if self._left_out(route):
+                return self.drive(route)
             self._ready(route.out.options.timeout)
         if route.name == ANY_POOL and not self._disabled:
             self._prompt(route)
@@ -305,6 +307,8 @@ class AsyncDriver(AsyncPrimitives):
         if route is None:
             return await self._plain().handle_async_request(self._leaving(request))
         if not self.router.is_ready and not self._disabled:
+            if self._left_out(route):
+                return await self.drive(route)
             await self._ready(route.out.options.timeout)
         if route.name == ANY_POOL and not self._disabled:
             await self._prompt(route)

@@ -10,14 +10,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import unquote
 
-from gpuroute.core.call import Call
-from gpuroute.core.endpoint import HTTP, Endpoint
-from gpuroute.core.fleet import PoolSpec
+from gpuroute.core.endpoint import HTTP
 from gpuroute.core.outcome import Outcome
-from gpuroute.core.pool import Pool, PoolRules
 from gpuroute.core.prefix import ladder
-from gpuroute.core.retry import RetryRules
-from gpuroute.core.watchdog import WatchdogRules
 from gpuroute.engines.prompts import read_prompt
 from gpuroute.errors import DeadlineExceeded, NoEndpointAvailable, RegistryUnavailable, UnknownPool
 from gpuroute.observe import observer, watch
@@ -33,6 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from gpuroute.core.attempt import Attempt
+    from gpuroute.core.call import Call
+    from gpuroute.core.pool import Pool
     from gpuroute.core.prefix import Prompt
     from gpuroute.core.state import EndpointState
     from gpuroute.observe import Observer
@@ -133,7 +130,6 @@ class Routes:
         self._disabled = settings.disabled
         self._asker = asker_of(router)
         self._checks = router.settings.health_checks
-        self._fallbacks: dict[str, Pool] = {}
         router.on_fork(self._after_fork)
         watch(router)
 
@@ -147,6 +143,16 @@ class Routes:
             return None
         pin = unquote(mark[len(STAY) :]) if mark.startswith(STAY) else ""
         return Route(Outgoing(request, self.library), self.pool_name or url.host, pin)
+
+    def _left_out(self, route: Route) -> bool:
+        """Before the first view of the fleet: begin a call that is outside the rollout, so that it needs none."""
+        if self.router.settings.rollout >= 1 or (self._passthrough and not self._is_pool(route.name)):
+            return False
+        url = self.router.early_fallback(route.out.options.key)
+        if url is None:
+            return False
+        route.call = self._unrouted(url, route)
+        return True
 
     def _find_pool(self, route: Route) -> bool:
         """Find the pool, once a view of the fleet is here. False: the host is no pool, and may be called directly.
@@ -232,15 +238,7 @@ class Routes:
         route.continues = wanted and not route.pin and not route.out.whole
 
     def _unrouted(self, url: str, route: Route) -> Call:
-        """A call to the fallback URL: one attempt, no policy, the same driver."""
-        pool = self._fallbacks.get(url)
-        if pool is None:
-            spec = PoolSpec("fallback", (Endpoint("fallback", url),))
-            watchdog = WatchdogRules(enabled=False)  # nobody else could take over
-            rules = PoolRules(policy="random", retry=RetryRules(attempts=1), watchdog=watchdog)
-            pool = self._fallbacks[url] = Pool(spec, rules, random=self.router.random)
-        timeout = route.out.options.timeout or self.router.settings.timeout
-        return Call(pool, self.router.clock(), timeout=timeout, replayable=False)
+        return self.router.unrouted(url, route.out.options.timeout)
 
     def _asks(self, route: Route) -> bool:
         return self._asker is not None and not route.pin and self._asker.covers(route.call.pool)

@@ -89,7 +89,8 @@ class Trip:
             for name, value in (headers or {}).items()
             if name.lower().startswith(OURS)
         }
-        self.call = _begin(router, pool, path, asked, body)
+        url = router.fallback(pool, asked.get("key"))
+        self.call = _begin(router, pool, path, asked, body) if url is None else _leave(router, url, asked)
         self.attempt: Attempt | None = None
         self.headers: dict[str, Any] = {}
         self._observer = observer()
@@ -190,6 +191,11 @@ def _begin(router: Router, pool: str, path: str, asked: dict[str, str], body: An
     )
 
 
+def _leave(router: Router, url: str, asked: dict[str, str]) -> Call:
+    """The call of a request that the kill switch or the rollout leaves unrouted."""
+    return router.unrouted(url, read_options(None, asked).timeout)
+
+
 def _joined(endpoint: Endpoint, path: str) -> str:
     return urlsplit(endpoint.url).path.rstrip("/") + "/" + path.lstrip("/")
 
@@ -242,7 +248,8 @@ class RoutedStub:
             client.close()
 
     def _send(self, method: str, path: str, body: Any, headers: Mapping[str, Any] | None) -> Answer:
-        self._router.ready()
+        if not self._router.settings.disabled:
+            self._router.ready()
         trip = Trip(self._router, self._pool, path, headers, body.encode() if isinstance(body, str) else body)
         try:
             while True:
@@ -275,7 +282,7 @@ class RoutedStub:
         return Answer(response, content)
 
     def _client(self, endpoint: Endpoint) -> Any:
-        if self._version != self._router.version:
+        if self._version != self._router.version and not self._router.settings.disabled:
             self._sweep()
         known = self._clients.get(endpoint.id)
         if known is None or known[0] != endpoint:
@@ -286,7 +293,7 @@ class RoutedStub:
 
     def _sweep(self) -> None:
         self._version = self._router.version
-        wanted_ids = self._router.pool(self._pool, HTTP).snapshot.by_id
+        wanted_ids = {*self._router.pool(self._pool, HTTP).snapshot.by_id, "fallback"}
         for name in [name for name in self._clients if name not in wanted_ids]:
             self._clients.pop(name)[1].close()
 
@@ -343,7 +350,8 @@ class RoutedSession:
         """Nothing is open but what the session has."""
 
     async def _send(self, method: str, url: str, body: Any, headers: Mapping[str, Any] | None) -> Any:
-        await self._router.aready()
+        if not self._router.settings.disabled:
+            await self._router.aready()
         parts = urlsplit(url)
         path = f"{parts.path}?{parts.query}" if parts.query else parts.path
         trip = Trip(self._router, self._pool, parts.path, headers, body.encode() if isinstance(body, str) else body)
