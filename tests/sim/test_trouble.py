@@ -171,7 +171,7 @@ def test_a1_one_system_prompt_for_everybody_uses_the_whole_fleet_under_load(poli
 
 @pytest.mark.parametrize("name", ["auto", "auto+asks", "predictive"])
 def test_a_throttled_gpu_shows_within_fifty_calls_and_gets_less(name: str) -> None:
-    """A fifth slower from second 40 on, one process: within 50 of its calls the learned rate is 5 % above what it was
+    """A fifth slower from second 40 on, one process: within 50 of its calls the learned rate is 12 % above what it was
     beside the others, then its share is below nine tenths of a fair one, and it is not ejected.
     """
     policy, _, asks = name.partition("+")
@@ -189,7 +189,7 @@ def test_a_throttled_gpu_shows_within_fifty_calls_and_gets_less(name: str) -> No
         world.sim.at(float(second), look, None)
     log = world.run()
     served, usual = looks[0]
-    assert max(above - usual for calls, above in looks if calls - served <= 50) > math.log(1.05)
+    assert max(above - usual for calls, above in looks if calls - served <= 50) > math.log(1.12)
     assert log.share(3, 60, 120) < 0.9 / 8
     assert world.count("ejections") == 0
     assert log.failures == 0

@@ -207,7 +207,7 @@ def _late(state: EndpointState, bid: Report, now: float) -> float:
     """Seconds by which this endpoint, or whoever says the same, breaks its promises, beyond what is usual now."""
     trust = state.trust
     late = 0.0 if trust is None else trust.lateness(now)
-    if says_idle(bid):
+    if not bid.running and says_idle(bid):
         late = max(late, state.pool.speeds.words.lateness(now))
     if state.in_flight:
         late = max(late, overdue(tuple(state.in_flight), now))
