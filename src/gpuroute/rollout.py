@@ -39,7 +39,7 @@ class Rollout:
             pool = self._pools.setdefault(url, Pool(spec, rules, random=random))
         return Call(pool, now, timeout=timeout or self._settings.timeout, replayable=False)
 
-    def fallback(self, pool: Pool | None, key: str | None) -> str | None:
+    def fallback(self, pool: Pool | None, key: str | None, *, inside: bool = False) -> str | None:
         """The URL to use instead of routing; else None. Raises ConfigError if a pool is off and has no such URL."""
         settings = self._settings
         if settings.disabled:
@@ -49,29 +49,16 @@ class Rollout:
             if not url:
                 raise ConfigError(f"pool {pool.name!r} is disabled in the registry but has no fallback_url")
             return url
-        if settings.rollout < 1 and not self._rolled_in(key):
+        if settings.rollout < 1 and not inside and not self._rolled_in(key):
             return settings.fallback_url
         return None
 
     def early(self, key: str | None) -> str | None:
-        """The URL for a call that is outside the rollout whatever the first view of the fleet will say; else None.
-
-        A call that is inside is not counted here: it will be, once the view is there.
-        """
+        """The URL for a call that needs no view of the fleet to be left unrouted; None: it is inside, and was counted."""
         settings = self._settings
         if settings.disabled:
             return settings.fallback_url
-        if settings.rollout >= 1:
-            return None
-        with self._lock:
-            inside = session_key(key) < settings.rollout * 2.0**64 if key else self._due()
-            if not inside and not key:
-                self._routed_share += settings.rollout
-        return None if inside else settings.fallback_url
-
-    def _due(self) -> bool:
-        """Whether the next call without a key is routed. Under the lock."""
-        return self._routed_share + self._settings.rollout >= 1 - 1e-9  # ten times 0.1 is a little less than 1
+        return None if settings.rollout >= 1 or self._rolled_in(key) else settings.fallback_url
 
     def _rolled_in(self, key: str | None) -> bool:
         share = self._settings.rollout
@@ -79,6 +66,7 @@ class Rollout:
             return session_key(key) < share * 2.0**64
         # Without a key, an even spread: of any 10 calls in a row, 10 % are exactly one.
         with self._lock:
-            routed = self._due()
-            self._routed_share += share - routed
+            self._routed_share += share
+            routed = self._routed_share >= 1 - 1e-9  # ten times 0.1 is a little less than 1
+            self._routed_share -= routed
         return routed

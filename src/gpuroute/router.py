@@ -383,9 +383,12 @@ class Router:
             self._check_view()
         return self._pools.serving(model)
 
-    def fallback(self, pool: str, key: str | None = None) -> str | None:
-        """The URL to use instead of routing: kill switch, or the share of calls outside the rollout; else None."""
-        return self._rollout.fallback(self._pools.by_protocol[None].get(pool), key)
+    def fallback(self, pool: str, key: str | None = None, *, inside: bool = False) -> str | None:
+        """The URL to use instead of routing: kill switch, or the share of calls outside the rollout; else None.
+
+        `inside`: `early_fallback` has found the call inside the rollout already.
+        """
+        return self._rollout.fallback(self._pools.by_protocol[None].get(pool), key, inside=inside)
 
     def unrouted(self, url: str, timeout: float | None = None) -> Call:
         """A call to the URL that `fallback` named: one attempt."""

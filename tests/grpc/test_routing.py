@@ -755,8 +755,14 @@ def test_the_kill_switch_and_the_rollout_leave_calls_unrouted(how: str, manner: 
 
 def test_calls_outside_the_rollout_do_not_wait_for_the_registry(manner: Manner, two: list[Server]) -> None:
     url = two[1].url.replace("grpc:", "http:")
-    router = gpuroute.Router(FakeRegistry(), rollout="0%", fallback_url=url, ready_timeout="50ms")
-    assert manner.call(router, "Who", b"") == b"s1"
+    registry = FakeRegistry()
+    router = gpuroute.Router(registry, rollout="50%", fallback_url=url, ready_timeout="50ms")
+    for _ in range(2):
+        assert manner.call(router, "Who", b"") == b"s1"
+        with pytest.raises(grpc.RpcError):  # the other half is the router's
+            manner.call(router, "Who", b"")
+    registry.set({"p": [two[0].url]})
+    assert [manner.call(router, "Who", b"") for _ in range(4)] == [b"s1", b"s0", b"s1", b"s0"]
 
 
 def test_a_storm_of_failures_is_bounded_by_the_budget() -> None:

@@ -157,26 +157,30 @@ class _Method(Multicallable):
         flight = call.flight or call
         if hub.known == hub.router.version:
             self._begin(flight, timeout, metadata, wait_for_ready)
-        elif hub.may_leave and hub.waits and self._left(flight, timeout, metadata, wait_for_ready):
-            pass
-        elif hub.version < 0 and hub.waits:
+            return call
+        early = hub.may_leave and hub.waits
+        if early and self._left(flight, timeout, metadata, wait_for_ready):
+            return call
+        if hub.version < 0 and hub.waits:
             flight.until = None if timeout is None else hub.clock() + timeout
-            flight.launch_later(self._begin_later(flight, timeout, metadata, wait_for_ready))
+            flight.launch_later(self._begin_later(flight, timeout, metadata, wait_for_ready, inside=early))
         else:
-            self._look(flight, timeout, metadata, wait_for_ready)
+            self._look(flight, timeout, metadata, wait_for_ready, inside=early)
         return call
 
-    def _look(self, flight: Flight, timeout: float | None, metadata: Any, patient: bool | None) -> None:
+    def _look(self, flight: Flight, timeout: float | None, metadata: Any, patient: bool | None, *, inside: bool) -> None:
         """Begin a call after a look at the pool, which may say that it is not to be routed."""
         hub = self.hub
         if hub.version != hub.router.version:
             hub.look()
-        if not (hub.leaves and self._left(flight, timeout, metadata, patient)):
+        if not (hub.leaves and self._left(flight, timeout, metadata, patient, inside=inside)):
             self._begin(flight, timeout, metadata, patient)
 
-    def _left(self, flight: Flight, timeout: float | None, metadata: Any, patient: bool | None) -> bool:
+    def _left(
+        self, flight: Flight, timeout: float | None, metadata: Any, patient: bool | None, *, inside: bool = False
+    ) -> bool:
         """Begin a call that is not to be routed, over a plain channel; False if it is."""
-        plain = self.hub.unrouted(self._channel.peers(flight.loop), metadata)
+        plain = self.hub.unrouted(self._channel.peers(flight.loop), metadata, inside=inside)
         if plain is not None:
             flight.adopt(flight.send(plain[0], timeout, plain[1], patient))
         return plain is not None
@@ -194,12 +198,14 @@ class _Method(Multicallable):
         if self.streaming and self._one and rpc.call.pool.rules.watchdog.enabled:
             flight.watch()
 
-    async def _begin_later(self, flight: Flight, timeout: float | None, metadata: Any, patient: bool | None) -> None:
+    async def _begin_later(
+        self, flight: Flight, timeout: float | None, metadata: Any, patient: bool | None, *, inside: bool
+    ) -> None:
         """Begin once the first view of the fleet is here; the wait for it counts."""
         try:
             timeout = await self.hub.await_view(timeout)
             if not flight.over:
-                self._look(flight, timeout, metadata, patient)
+                self._look(flight, timeout, metadata, patient, inside=inside)
         except Exception as error:
             flight.end(aio_ended(error) if isinstance(error, RegistryUnavailable) else error)
 

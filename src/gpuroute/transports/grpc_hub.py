@@ -145,10 +145,13 @@ class Hub:
                 call.hedging = replace(call.hedging, **{name: chosen})
         return call
 
-    def unrouted(self, peers: Peers, metadata: Pairs | None) -> tuple[Peer, Pairs | None] | None:
+    def unrouted(self, peers: Peers, metadata: Pairs | None, *, inside: bool = False) -> tuple[Peer, Pairs | None] | None:
         """The channel of a call that the kill switch or the rollout leaves unrouted, and its metadata."""
         asked, rest = split_metadata(metadata)
-        url = self.router.early_fallback(asked.key) if self.waits else self.router.fallback(self.pool, asked.key)
+        if self.waits:
+            url = self.router.early_fallback(asked.key)
+        else:
+            url = self.router.fallback(self.pool, asked.key, inside=inside)
         if url is None:
             return None
         peer = peers.hold(Endpoint(f"fallback {url}", url), self, self.clock())

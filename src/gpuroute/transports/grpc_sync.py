@@ -109,7 +109,8 @@ class _Method(Multicallable):
         hub = self.hub
         if hub.closed:
             raise ValueError(CLOSED)
-        found = hub.unrouted(self._peers, metadata) if hub.may_leave and hub.waits else None
+        early = hub.may_leave and hub.waits
+        found = hub.unrouted(self._peers, metadata) if early else None
         if found is None and hub.version != hub.router.version:
             try:
                 timeout = hub.wait(timeout)
@@ -117,7 +118,7 @@ class _Method(Multicallable):
                 raise ended(error) from None
             hub.look()
         if found is None and hub.leaves:
-            found = hub.unrouted(self._peers, metadata)
+            found = hub.unrouted(self._peers, metadata, inside=early)
         return timeout, found and (found[0].bind(self._whole), found[1])
 
     def _answer(

@@ -53,7 +53,8 @@ _CREDENTIALS = frozenset((b"authorization", b"cookie", b"proxy-authorization", b
 class Route:
     """One call of the caller: what it asked, where it goes, and how far it is told to the observer."""
 
-    __slots__ = ("asked", "call", "continues", "ended", "name", "observer", "out", "pin", "pool", "prompt", "seam")
+    __slots__ = ("asked", "call", "continues", "ended", "inside", "name", "observer", "out", "pin", "pool", "prompt",
+                 "seam")  # fmt: skip
 
     call: Call
     pool: Pool
@@ -65,6 +66,7 @@ class Route:
         self.prompt: Prompt | None = None
         self.observer: Observer = observer()
         self.ended = False
+        self.inside = False  # the rollout, as was found before the first view of the fleet
         self.asked: Asking | None = None
         self.continues = False
         self.seam: Seam | None = None
@@ -150,6 +152,7 @@ class Routes:
             return False
         url = self.router.early_fallback(route.out.options.key)
         if url is None:
+            route.inside = True
             return False
         route.call = self._unrouted(url, route)
         return True
@@ -209,7 +212,7 @@ class Routes:
             CHECKER.watch(self.router)
         options, prompt = route.out.options, route.prompt
         key = options.key or (prompt.key if prompt is not None else None)
-        url = self.router.fallback(route.name, key)
+        url = self.router.fallback(route.name, key, inside=route.inside)
         if url is not None:
             route.call = self._unrouted(url, route)
             return
