@@ -97,7 +97,7 @@ def learn_bid(state: EndpointState, bid: Report, mean_tokens: float) -> None:
     speeds.backlog += 0.02 * (queued - speeds.backlog)
     speeds.mean_requests += 0.02 * (bid.running + bid.waiting - speeds.mean_requests)
     last = state.report
-    if last is not None and bid.kv_usage and bid.running and bid[1:5] == last[1:5]:
+    if last is not None and bid.running and bid[1:5] == last[1:5] and _is_fine(bid.kv_usage):
         if bid.at - last.at > FROZEN_S:
             state.trust = state.trust or Trust()
             state.trust.doubt(bid.at)
@@ -106,3 +106,9 @@ def learn_bid(state: EndpointState, bid: Report, mean_tokens: float) -> None:
         state.report = bid
         if not has_agent:  # bids come by the hundred: they would leave no room for those that give none
             speeds.note(state, calm=not bid.waiting)
+
+
+def _is_fine(share: float) -> bool:
+    """True if a share says more than whole hundredths: SGLang rounds to them, and says the same for minutes at work."""
+    hundredths = 100 * share
+    return abs(hundredths - round(hundredths)) > 0.001
