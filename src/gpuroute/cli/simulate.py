@@ -52,7 +52,7 @@ def add_parser(subparsers: Any) -> None:
 
 def _add_scenario(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--trace", default="mooncake", help="mooncake, azure-conv, synthetic:rate=5,prompt=1000,..., or a file")
+    add("--trace", default="mooncake", help="mooncake, azure-conv, synthetic:rate=5,prompt=1000,..., or a file; repeats")
     add("--fleet", default="16xH100", help="e.g. 256xH100 or 40xH100*2,10xL40S@0.5 (@: relative speed, *: weight)")
     add("--policy", default="p2c,auto,oracle", help="comma-separated, see below")
     add("--clients", type=int, default=32, help="independent client processes")
@@ -103,7 +103,7 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     add(
         "--suite",
         choices=["headline"],
-        help="all claims of docs/simulation.md, each against its bar (--jobs 2: half an hour)",
+        help="all claims of docs/simulation.md, each against its bar (--jobs 2: a quarter of an hour or more)",
     )
     add("--only", default="", metavar="CASES", help="of the suite, only these cases, comma-separated")
     add("--validate", action="store_true", help="replay recorded vLLM runs on the step model and print the errors")

@@ -128,8 +128,8 @@ def _from_records(name: str, records: Iterable[dict[str, Any]], seed: int) -> Tr
     for number, record in enumerate(records, 1):
         try:
             rows.append(_row(record, random))
-        except (KeyError, ValueError, TypeError) as error:
-            raise ValueError(f"trace {name}, record {number}: {type(error).__name__} {error}") from None
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"trace {name}, record {number}: {error}") from None
     first = min((row.at for row in rows), default=0.0)
     return Trace(name, [row._replace(at=row.at - first) for row in rows])
 
@@ -158,7 +158,7 @@ def _first(record: dict[str, Any], names: tuple[str, ...]) -> Any:
     for name in names:
         if name in record:
             return record[name]
-    raise KeyError(f"none of {', '.join(names)}")
+    raise ValueError(f"it has none of the fields {', '.join(names)}")
 
 
 def _seconds(value: str | float) -> float:
