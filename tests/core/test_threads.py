@@ -14,6 +14,7 @@ from stage import Stage
 from gpuroute.core.breaker import BreakerRules, BreakerState
 from gpuroute.core.candidates import Ask
 from gpuroute.core.describe import describe_pool, explain
+from gpuroute.core.hosts import Hosts
 from gpuroute.core.outcome import Outcome
 from gpuroute.core.outliers import OutlierRules
 from gpuroute.errors import NoEndpointAvailable
@@ -228,3 +229,15 @@ def test_an_interrupt_anywhere_in_admission_leaves_no_load_behind() -> None:
         if left > 0:
             break
     assert line > 15
+
+
+def test_more_hosts_than_are_remembered_may_be_missed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpuroute.core.hosts.MAX_HOSTS", 50)
+    hosts = Hosts()
+
+    def work(number: int) -> None:
+        for again in range(6_000):
+            assert hosts.missed(f"host-{number}-{again}", 0.0) == 1
+
+    together(work)
+    assert len(hosts._missed) < 50 + THREADS

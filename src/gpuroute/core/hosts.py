@@ -23,9 +23,9 @@ class Hosts:
         """A connect failed; how many in a row that makes, whichever pools tried."""
         before, last = self._missed.pop(host, (0, now))
         count = before + 1 if now - last < FORGOTTEN_S else 1
+        if len(self._missed) >= MAX_HOSTS:  # to look for the oldest would fail while other threads add
+            self._missed = {}
         self._missed[host] = count, now
-        if len(self._missed) > MAX_HOSTS:
-            self._missed.pop(next(iter(self._missed), host), None)
         return count
 
     def reached(self, host: str) -> None:
