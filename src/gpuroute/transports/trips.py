@@ -127,8 +127,8 @@ class Trip:
     """One attempt: owns its connection until the response's end, and ends exactly once. One task or thread at a time."""
 
     __slots__ = (
-        "_extra", "_token", "again", "attempt", "beaten", "call", "connect_s", "connection", "link", "out", "pools", "resent",
-        "route", "settled", "silent", "watch",
+        "_extra", "_token", "again", "attempt", "beaten", "call", "connect_s", "connection", "link", "out", "pools",
+        "resent", "route", "settled", "silent", "watch",
     )  # fmt: skip
 
     def __init__(self, settled: Settled, route: Route, attempt: Attempt, link: Link, pools: Pools) -> None:
