@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
-from world import Manner, Server, drained, method, router_of, servers, soon
+from world import Manner, Server, drained, in_flight, method, router_of, servers, soon
 
 import gpuroute
 import gpuroute.grpc
@@ -253,4 +253,48 @@ def test_nor_in_asyncio(three: list[Server], monkeypatch: pytest.MonkeyPatch, he
     assert asyncio.run(run()) in {b"s0", b"s1", b"s2"}
     assert router.snapshot().pools["p"].signals["hedges"] == (not here)
     assert received(three) == 1 or not here
+    assert drained(router)
+
+
+def closed(*_: Any) -> Any:
+    raise ValueError("Cannot invoke RPC on closed channel!")
+
+
+def test_a_hedge_that_cannot_begin_leaves_nothing_behind(three: list[Server]) -> None:
+    router = racing(three)
+    for server in three:
+        server.service.hang = True
+    with gpuroute.grpc.channel(router, "p") as channel:
+        call = channel.unary_unary(method("Who")).future(b"", timeout=60)
+        flight = call._flight
+        flight._start = closed
+        flight._hedge(flight.inner)
+        assert (flight.twin, in_flight(router)) == (None, 1)
+        for server in three:
+            server.service.release.set()
+        assert call.result() in {b"s0", b"s1", b"s2"}
+    assert router.snapshot().pools["p"].signals["hedges"] == 1
+    assert drained(router)
+
+
+def test_nor_does_one_in_asyncio(three: list[Server], monkeypatch: pytest.MonkeyPatch) -> None:
+    router = racing(three)
+    for server in three:
+        server.service.hang = True
+
+    async def run() -> bytes:
+        async with gpuroute.grpc.aio.channel(router, "p") as channel:
+            call = channel.unary_unary(method("Who"))(b"", timeout=60)
+            flight = call._flight
+            while flight.inner is None:
+                await asyncio.sleep(0.005)
+            monkeypatch.setattr(AioFlight, "send", closed)
+            flight._hedge(flight.inner)
+            assert (flight.twin, in_flight(router)) == (None, 1)
+            for server in three:
+                server.service.release.set()
+            return await call
+
+    assert asyncio.run(run()) in {b"s0", b"s1", b"s2"}
+    assert router.snapshot().pools["p"].signals["hedges"] == 1
     assert drained(router)

@@ -180,7 +180,11 @@ class Flight:
             return
         other = self.rpc.second()
         if other is not None and other.peer is not None:
-            second = self.send(other.peer, other.left, other.sending)
+            try:
+                second = self.send(other.peer, other.left, other.sending)
+            except Exception:  # its channel was closed meanwhile: the first goes on alone
+                other.lose()
+                return
             self.twin = (second, other)
             second.add_done_callback(self.settle)
 

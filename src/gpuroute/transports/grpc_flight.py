@@ -135,7 +135,11 @@ class Flight:
             other = self.rpc.second()
             if other is None or other.peer is None:
                 return
-            second = self._start(other.peer, other)
+            try:
+                second = self._start(other.peer, other)
+            except Exception:  # its channel was closed meanwhile: the first goes on alone
+                other.lose()
+                return
             self.twin = (second, other)
         second.add_done_callback(self.settle)
 
