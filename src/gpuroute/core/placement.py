@@ -36,13 +36,10 @@ class Placements:
         young, old = self._young, self._old
         alone = self._alone.get(owner)
         for key in ladder:
-            owners = young.get(key) or old.get(key)
+            owners = young.get(key)
             if owners is None:
-                alone = alone or self._alone.setdefault(owner, (owner,))
-                young[key] = alone
-            elif owners[0] == owner:
-                young[key] = owners
-            else:
+                young[key] = owners = old.get(key) or alone or self._alone.setdefault(owner, (owner,))
+            if owners[0] != owner:
                 young[key] = (owner, *[other for other in owners if other != owner][: OWNERS - 1])
         if len(young) > self.capacity:
             self._old = young
