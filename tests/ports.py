@@ -25,6 +25,16 @@ def own_port() -> int:
     return port
 
 
+def closed_udp_port() -> int:
+    """A UDP port at which nobody hears anything: the socket that holds it is connected, to a port where nobody speaks."""
+    sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    sock.bind(("127.0.0.1", 0))
+    sock.connect(("127.0.0.1", 9))
+    _held.append(sock)
+    port: int = sock.getsockname()[1]
+    return port
+
+
 def own_ports(count: int) -> list[int]:
     return [own_port() for _ in range(count)]
 

@@ -11,7 +11,7 @@ import pytest
 import trustme
 from agent.process import AgentProcess
 from agent.stage import call_of, desks, router_of
-from ports import own_port
+from ports import closed_udp_port
 
 from gpuroute.agent.answers import Answers
 from gpuroute.agent.grpc_server import Listening, serve
@@ -169,7 +169,7 @@ def test_the_command_serves_and_registers_grpc(
         eventually(lambda: process.state() == "ready", "the engine is ready")
         agent = process.lines["agent"].replace("127.0.0.1", "localhost")
         assert agent.startswith("grpcs://localhost:")
-        other = Endpoint("other", server.url, agent=f"udp://127.0.0.1:{own_port()}")
+        other = Endpoint("other", server.url, agent=f"udp://127.0.0.1:{closed_udp_port()}")
         router, asker = router_of([Endpoint("gpu-0", server.url, agent=agent), other], **KEYED, agent_ca=pem["ca"])
         assert set(asker.ask(call_of(router)).bids) == {"gpu-0"}
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import pytest
 from agent.stage import KEY, AgentThread, call_of, desks, router_of
-from ports import own_port
+from ports import closed_udp_port
 from stopwatch import Stopwatch
 
 from gpuroute.agent.book import Sample
@@ -102,7 +102,7 @@ def test_take_and_tell_reach_the_agent(how: str, eventually: object) -> None:
 @pytest.mark.parametrize("agents", ["closed", "frozen"])
 def test_agents_that_do_not_answer_cost_the_timeout_and_nothing_else(how: str, agents: str) -> None:
     with AgentThread(desks(2), lose=lambda _: True) as frozen:
-        port = own_port() if agents == "closed" else frozen.port
+        port = closed_udp_port() if agents == "closed" else frozen.port
         made = [Endpoint(f"gpu-{n}", "http://127.0.0.1:1", agent=f"udp://127.0.0.1:{port}/{n}") for n in range(2)]
         router, asker = router_of(made, ask_timeout="20ms")
         call = call_of(router)
@@ -133,7 +133,7 @@ def test_silent_agents_are_asked_less_and_less_and_heard_again() -> None:
 @both
 def test_the_last_answer_is_not_waited_for_long(how: str) -> None:
     with AgentThread(desks(3)) as agent:
-        dead = f"udp://127.0.0.1:{own_port()}"
+        dead = f"udp://127.0.0.1:{closed_udp_port()}"
         endpoints = [*agent.endpoints()[:1], replace(agent.endpoints()[1], agent=dead)]
         router, asker = router_of(endpoints, ask_timeout="30s")
         began = time.monotonic()

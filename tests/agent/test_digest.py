@@ -28,7 +28,7 @@ from agent.stage import KEY, AgentThread, desks
 from agent.test_agent_grpc import GrpcAgent
 from hypothesis import given
 from hypothesis import strategies as st
-from ports import own_port
+from ports import closed_udp_port, own_port
 
 from gpuroute.agent.book import Sample
 from gpuroute.agent.collect import Collector, target_of
@@ -269,7 +269,7 @@ def test_agents_are_collected_over_both_transports(eventually: Callable[..., Non
     given_udp[1].sampled(Sample(0.0, running=3, waiting=2, kv_usage=0.25))
     given_udp[2].state = EngineState.DRAINING
     with AgentThread(given_udp) as udp, GrpcAgent(given_grpc, (SECRET,)) as grpc:
-        silent = Endpoint("silent", "http://127.0.0.1:1", agent=f"udp://127.0.0.1:{own_port()}")
+        silent = Endpoint("silent", "http://127.0.0.1:1", agent=f"udp://127.0.0.1:{closed_udp_port()}")
         bare = Endpoint("bare", "http://127.0.0.1:1")
         with Collected(fleet_of([*udp.endpoints(), *grpc.endpoints(), silent, bare])) as it:
             eventually(lambda: len(entries(it.digest)) == 5, "all agents have answered")

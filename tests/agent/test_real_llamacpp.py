@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import httpx2
 import pytest
 from agent.process import KEY, AgentProcess, Eyes
-from ports import own_port
+from ports import closed_udp_port, own_port
 from registry.etcd_server import EtcdCluster
 
 import gpuroute.httpx2
@@ -115,7 +115,7 @@ def test_cached_tokens_of_a_real_engine_are_visible(llama: Llama, eventually: Ca
 
     with AgentProcess("--url", llama.url, "--id", "real", "--warmup", "1") as agent:
         eventually(lambda: agent.state() == "ready", "it is ready")
-        none = Endpoint("none", "http://127.0.0.1:9", agent=f"udp://127.0.0.1:{own_port()}")
+        none = Endpoint("none", "http://127.0.0.1:9", agent=f"udp://127.0.0.1:{closed_udp_port()}")
         endpoints = [Endpoint("real", llama.url, agent=agent.lines["agent"]), none]
         router = Router(endpoints={"p": endpoints}, agent_key=KEY, asks="on", ask_hashes=True, ask_timeout="2s")
         asker = asker_of(router)

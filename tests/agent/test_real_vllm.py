@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import httpx2
 import pytest
 from agent.process import KEY, AgentProcess, Eyes
-from ports import own_port
+from ports import closed_udp_port, own_port
 from registry.etcd_server import EtcdCluster
 
 import gpuroute.httpx2
@@ -111,7 +111,7 @@ class Client:
     """A router that asks with hashes, over the engine and an endpoint that is dear and whose agent never answers."""
 
     def __init__(self, engine: Vllm, agent: AgentProcess) -> None:
-        dear = Endpoint("none", "http://127.0.0.1:9", weight=0.001, agent=f"udp://127.0.0.1:{own_port()}")
+        dear = Endpoint("none", "http://127.0.0.1:9", weight=0.001, agent=f"udp://127.0.0.1:{closed_udp_port()}")
         endpoints = [Endpoint("real", engine.url, engine="vllm", agent=agent.lines["agent"]), dear]
         self.router = Router(endpoints={"p": endpoints}, agent_key=KEY, asks="on", ask_hashes=True, ask_timeout="1s")
         asker = asker_of(self.router)
