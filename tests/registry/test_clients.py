@@ -263,7 +263,7 @@ def test_the_command_says_who_uses_what(config: EtcdConfig, writer: Writer, caps
     assert (shown[1], len(shown)) == ("llama: subset 20 of 60 for each of 1 clients", 63)
     assert main(["endpoints", "--registry", config.source, "--ordinal", "3"]) == 0
     shown = capsys.readouterr().out.splitlines()
-    assert (shown[1], len(shown)) == ("llama: subset 20 of 60, ordinal 3 of 1", 23)
+    assert (shown[1], len(shown)) == ("llama: subset 20 of 60, ordinal 3 of 4", 23)
     assert main(["endpoints", "--registry", config.source, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["pools"]["llama"]["subset"] == {
         "members": 20,

@@ -79,7 +79,7 @@ def _subsets(
         return fleet, {}
     subsets = Subsets()
     with contextlib.suppress(RegistryError):  # the fleet came from a snapshot: nobody has an ordinal now
-        subsets.seat = Seat(ordinal or 0, count())
+        subsets.seat = Seat(ordinal or 0, max(count(), 0 if ordinal is None else ordinal + 1))
     pools = {name: subsets.narrowed(spec, modes[name]) for name, spec in fleet.pools.items()}
     if ordinal is None:
         return fleet, {name: replace(view, ordinal=None) for name, view in subsets.views.items()}

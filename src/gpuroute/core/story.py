@@ -23,7 +23,7 @@ def why_nobody(pool: Pool, retry_after: float | None) -> str:
     """Which kind of nothing a pool has to offer, and when the earliest endpoint returns."""
     size, routable = len(pool.snapshot.states), len(pool.snapshot.routable)
     if not size:
-        why = "the registry lists no endpoint for it in the protocol of this client"
+        why = "the registry lists no endpoint for it, or none in the protocol of this client"
     elif not routable:
         why = f"none of its {size} endpoints is in service (drained, warming or weight 0)"
     else:
