@@ -107,7 +107,7 @@ def _engine(watch: Watch, now: float) -> dict[str, Any]:
         "sample_age_s": round(now - book.sample.at, 3) if watch.looks else None,
         "prefix_cache": {"prefixes": len(book.prefixes), "capacity_tokens": book.prefixes.capacity},
         "kv_events": _events(desk.feed) if desk.feed is not None else None,
-        "seconds_per_1000_prompt_tokens": math.exp(book.rate.log) * 1000,
+        "seconds_per_1000_prompt_tokens": round(math.exp(book.rate.log) * 1000, 6),
         "told": book.rate.count,
         "tokens_per_s": {"prefill": round(watch.rates.prefill), "generation": round(watch.rates.generation)},
         "asks": desk.asks,
