@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
-from fault_world import TEXT, ask, experienced, signals, vllm
+from fault_world import TEXT, ask, experienced, signals, vllm, when
 from stopwatch import Stopwatch
 
 from gpuroute.core.outcome import Outcome
@@ -113,6 +113,19 @@ def test_the_last_attempt_is_waited_for_longer(
         client.post(TEXT, json=ask(), extensions={"gpuroute": {"attempts": 1}})
     assert watch.wall > 0.55
     assert watch.seconds < 4
+
+
+def test_who_nobody_would_take_over_is_not_given_up_in_a_hurry(
+    gpus: Callable[..., list[GpuServer]], call: Callable[..., Caller], kind: str
+) -> None:
+    """Quick first bytes so far are no reason to end a call: the answer comes after many times the usual patience."""
+    servers = gpus(1)
+    client = call(kind, vllm(servers))
+    experienced(client, floor=0.05, last=60.0)
+    servers[0].hang()
+    clock, live = client.router.clock, client.router.pool("llama").shared.in_flight
+    with when(lambda: any(clock() - attempt.started > 0.5 for attempt in tuple(live)), servers[0].resume):
+        assert client.post(TEXT, json=ask(), extensions={"gpuroute": {"attempts": 1}}).status_code == 200
 
 
 def test_a_whole_answer_is_not_judged_by_the_first_bytes_of_streams(

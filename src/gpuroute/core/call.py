@@ -167,16 +167,17 @@ class Call:
     def patience(self, attempt: Attempt) -> float:
         """Seconds, from its start, that this attempt may be without a first byte before it counts as hung.
 
-        Four times as many if nobody else could take the call: then a late answer is better than none.
+        Four times as many, and 10 at least, if nobody else could take the call: a late answer is better than none.
         """
-        pool = self.pool
-        rules = pool.rules.watchdog
-        usual = rules.first_byte(attempt, len(pool.snapshot.routable))
-        if attempt.state.stalls >= rules.eject_after:  # it hangs: whoever else waits there need not wait longer
+        rules = self.pool.rules.watchdog
+        usual = rules.first_byte(attempt, len(self.pool.snapshot.routable))
+        hangs = attempt.state.stalls >= rules.eject_after
+        if hangs:  # whoever else waits there need not wait longer
             usual = min(usual, rules.first_floor_s)
         if usual != INF and self.deadline != INF:
             usual = min(usual, rules.within(attempt, self.deadline - attempt.started))
-        return usual if usual == INF or can_move(self, attempt.started + usual) else LAST_PATIENCE * usual
+        moves = usual == INF or can_move(self, attempt.started + usual)
+        return usual if moves else max(0.0 if hangs else rules.last_floor_s, LAST_PATIENCE * usual)
 
     def gap_patience(self, attempt: Attempt) -> float:
         """Seconds of silence within this attempt's stream that are still normal."""

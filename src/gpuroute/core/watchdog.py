@@ -30,7 +30,8 @@ class WatchdogRules:
     """`first_spreads` and `gap_spreads`: mean absolute deviations of the logarithm above its mean; floors in seconds.
 
     4 spreads are about the p99.9 of a log-normal; `gap_spreads` is wider because a cut stream cannot be repeated.
-    `eject_after` silent attempts in a row without a first token between them eject for `eject_s`.
+    `eject_after` silent attempts in a row without a first token between them eject for `eject_s`. Whoever nobody would
+    take over is waited for at least `last_floor_s`: giving it up is the end of its call.
     """
 
     enabled: bool = True
@@ -38,11 +39,15 @@ class WatchdogRules:
     first_floor_s: float = 0.5
     gap_spreads: float = 8.0
     gap_floor_s: float = 5.0
+    last_floor_s: float = 10.0
     eject_after: int = 2
     eject_s: float = 10.0
 
     def __post_init__(self) -> None:
-        if self.first_spreads <= 0 or self.gap_spreads <= 0 or self.first_floor_s < 0 or self.gap_floor_s < 0:
+        if (
+            min(self.first_spreads, self.gap_spreads) <= 0
+            or min(self.first_floor_s, self.gap_floor_s, self.last_floor_s) < 0
+        ):
             raise ConfigError(f"watchdog rules: spreads must be positive, floors not negative; got {self!r}")
         if self.eject_after < 1 or self.eject_s <= 0:
             raise ConfigError(f"watchdog rules: need eject_after >= 1 and eject_s > 0; got {self!r}")
