@@ -7,6 +7,7 @@ import collections
 import contextlib
 import json
 import os
+import queue
 import signal
 import socket
 import struct
@@ -29,6 +30,7 @@ import gpuroute.grpc
 import gpuroute.grpc.aio
 from gpuroute.core.endpoint import Endpoint, Tls
 from gpuroute.testing import FakeRegistry
+from gpuroute.transports.grpc_connectivity import Connectivity
 from gpuroute.transports.grpc_peers import channel_options, read_address
 
 if TYPE_CHECKING:
@@ -554,3 +556,15 @@ def test_a_pool_is_ready_in_asyncio_when_one_endpoint_is() -> None:
 
     with servers(1) as (server,):
         assert asyncio.run(run(server.url)) is grpc.ChannelConnectivity.READY
+
+
+def test_who_subscribes_is_told_no_state_before_the_channels_have_told_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin, changed, begun = Connectivity._begin, Connectivity._changed, threading.Event()
+    monkeypatch.setattr(Connectivity, "_begin", lambda self: (begin(self), begun.set()))
+    monkeypatch.setattr(Connectivity, "_changed", lambda *told: begun.wait(30) and changed(*told))
+    with servers(1) as (server,), gpuroute.grpc.channel(router_of(server.url), "p") as channel:
+        channel.unary_unary(method("Who"))(b"", timeout=30)
+        heard: queue.Queue[Any] = queue.Queue()
+        channel.subscribe(heard.put)
+        assert heard.get(timeout=30) is grpc.ChannelConnectivity.READY
+        channel.unsubscribe(heard.put)

@@ -102,9 +102,11 @@ class Connectivity:
     def _go_on(self) -> None:
         """Open the next channel if a subscriber wants one and none is on its way; then tell the news."""
         with self._lock:
-            for peer in [peer for peer in self._states if peer.gone]:
-                del self._states[peer]
-                self._watched.pop(peer, None)
+            for peer in [peer for peer in self._watched if peer.gone]:
+                del self._watched[peer]
+                self._states.pop(peer, None)
+            if len(self._states) < len(self._watched):  # grpcio is about to tell the present state of the others
+                return
             now = aggregate(self._states.values())
             wanted = self._connect and bool(self._told) and now in {IDLE, BROKEN}
         endpoint = untried(self._hub, self._peers) if wanted else None
@@ -117,7 +119,6 @@ class Connectivity:
         with self._lock:
             if not self._told or peer in self._watched:
                 return
-            self._states.setdefault(peer, IDLE)
             callback = self._watched[peer] = partial(self._changed, peer)
             peer.channel.subscribe(callback, try_to_connect=self._connect)
 
