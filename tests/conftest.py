@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import random
+import signal
+import threading
 import time
 import warnings
 from typing import TYPE_CHECKING
@@ -27,6 +29,10 @@ settings.register_profile(
     database=None if "CI" in os.environ else settings.default.database,
 )
 settings.load_profile("gpuroute")
+
+# Who starts the tests in the background of a shell may have SIGINT ignored, which the commands under test would inherit.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 DISTURBED_S = 0.2
 """So much time taken by the machine may make the difference where real clocks run: leases end, timeouts pass."""
