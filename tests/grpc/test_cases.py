@@ -8,11 +8,13 @@ import contextlib
 import socket
 import threading
 from concurrent import futures
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
+from relay import Relay
 from world import drained, method, router_of, servers, soon
 
 import gpuroute
@@ -32,48 +34,24 @@ QUICK_PINGS = (("grpc.keepalive_time_ms", 1000), ("grpc.http2.ping_timeout_ms", 
 # ------------------------------------------------------------------------------------------ G4: silence after idleness
 
 
-class Nat:
+class Nat(Relay):
     """A relay that can forget its connections: what is sent on those vanishes, and nobody is told. New ones work."""
 
     def __init__(self, server: Server) -> None:
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.url = f"grpc://127.0.0.1:{self._listener.getsockname()[1]}"
-        self._port = server.port
         self._forgotten = threading.Event()
-        self._sockets: list[socket.socket] = []
         self.closed_by_client = 0
         self.swallowed = 0  # bytes
-        self._thread = threading.Thread(target=self._accept, daemon=True)
-        self._thread.start()
+        super().__init__(server)
 
     def forget(self) -> None:
         """Drop what comes on the connections of before."""
         self._forgotten.set()
         self._forgotten = threading.Event()
 
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        self._thread.join()
-        for sock in self._sockets:
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-            sock.close()
+    def pump(self) -> Callable[[socket.socket, socket.socket], None]:
+        return partial(self._pass_on, self._forgotten)
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                here, _ = self._listener.accept()
-            except OSError:
-                return
-            there = socket.create_connection(("127.0.0.1", self._port))
-            self._sockets += [here, there]
-            for source, target in ((here, there), (there, here)):
-                pump = threading.Thread(target=self._pump, args=(source, target, self._forgotten), daemon=True)
-                pump.start()
-
-    def _pump(self, source: socket.socket, target: socket.socket, forgotten: threading.Event) -> None:
+    def _pass_on(self, forgotten: threading.Event, source: socket.socket, target: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(65_536):
                 if forgotten.is_set():
@@ -81,12 +59,8 @@ class Nat:
                 else:
                     target.sendall(data)
             if not forgotten.is_set():
-                self.closed_by_client += source.getsockname()[1] == self._listener_port
+                self.closed_by_client += source.getsockname()[1] == self.listens_at
                 target.shutdown(socket.SHUT_WR)
-
-    @property
-    def _listener_port(self) -> int:
-        return int(self.url.rpartition(":")[2])
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 import trustme
+from relay import Relay
 from world import PATIENT, Manner, Server, drained, in_flight, method, refused_url, router_of, servers, soon
 
 import gpuroute
@@ -241,39 +242,13 @@ def test_a_frozen_peer_is_found_out(pings: Any, process: Any) -> None:
     assert drained(router)
 
 
-class Between:
-    """A proxy in front of a server, which resets its connections when told to."""
-
-    def __init__(self, server: Server) -> None:
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.url = f"grpc://127.0.0.1:{self._listener.getsockname()[1]}"
-        self._port = server.port
-        self._taken: list[socket.socket] = []
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                here, _ = self._listener.accept()
-            except OSError:
-                return
-            there = socket.create_connection(("127.0.0.1", self._port))
-            self._taken.append(here)
-            for source, target in ((here, there), (there, here)):
-                threading.Thread(target=self._pump, args=(source, target), daemon=True).start()
-
-    @staticmethod
-    def _pump(source: socket.socket, target: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(65_536):
-                target.sendall(data)
-            target.shutdown(socket.SHUT_WR)
+class Between(Relay):
+    """A relay that resets its clients when told to."""
 
     def reset(self) -> None:
         """RST to every client, and nobody is let in any more."""
-        self._listener.shutdown(socket.SHUT_RDWR)  # closing alone would let one more in: the thread waits for it
-        self._listener.close()
-        for sock in self._taken:
+        self.let_nobody_in()
+        for sock in self.taken:
             with contextlib.suppress(OSError):
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 sock.shutdown(socket.SHUT_RD)  # wakes the thread that reads from it
