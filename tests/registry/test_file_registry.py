@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 from registry.watching import Watcher, eventually, ids, own_threads
 
+from gpuroute import Router
 from gpuroute.errors import RegistryUnavailable
 from gpuroute.registry import first_fleet
 from gpuroute.registry.file import FileRegistry
@@ -116,6 +117,25 @@ def test_E5_a_bad_record_spoils_nothing(path: Path, caplog) -> None:
         replace(path, document("a", "b", "c"))
         watcher.until(lambda fleet: not fleet.problems)
     assert sum("bad record" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_a_setting_that_nobody_reads_is_said_once_and_shown_as_a_problem(path: Path, caplog) -> None:
+    def pool(*idents: str) -> str:
+        fleet = json.loads(document(*idents))
+        fleet["pools"]["llama"]["config"] = {"time_out": 2, "attempts": 2}
+        return json.dumps(fleet)
+
+    replace(path, pool("a"))
+    with Router(f"file://{path}") as router:
+        router.ready(30)
+        assert router.pool("llama").rules.retry.attempts == 2
+        (problem,) = router.snapshot().problems
+        assert "llama/config: nobody reads 'time_out' (did you mean timeout?); accepted: policy, " in problem
+        replace(path, pool("a", "b"))
+        eventually(lambda: len(router.snapshot().pools["llama"].endpoints) == 2)
+        replace(path, document("a", "b", "c"))
+        eventually(lambda: not router.snapshot().problems)
+    assert sum("time_out" in record.getMessage() for record in caplog.records) == 1
 
 
 def test_a_file_that_vanishes_and_returns(path: Path) -> None:

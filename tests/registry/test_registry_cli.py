@@ -86,7 +86,8 @@ def test_endpoints_as_text_and_json(config, writer: Writer, capsys) -> None:
     writer.put("b", state="draining")
     writer.put("c", weight=0)
     writer.put_raw(writer.key("bad"), b"{")
-    writer.put_raw(f"{writer.prefix}/pools/llama/config", b'{"policy": "p2c", "salt": "canary"}')
+    config_record = b'{"policy": "p2c", "salt": "canary", "atempts": 2}'
+    writer.put_raw(f"{writer.prefix}/pools/llama/config", config_record)
     assert main(["endpoints", "--registry", config.source]) == 0
     captured = capsys.readouterr()
     view, head, *rows = captured.out.splitlines()
@@ -102,15 +103,17 @@ def test_endpoints_as_text_and_json(config, writer: Writer, capsys) -> None:
     assert " d " in rows[0]
     assert "(weight 0)" in rows[2]
     assert "bad: is not JSON" in captured.err
+    assert "problem: " in captured.err
+    assert "llama/config: nobody reads 'atempts' (did you mean attempts?)" in captured.err
     assert main(["endpoints", "--json", "--registry", config.source]) == 0
     out = capsys.readouterr().out
     fleet = json.loads(out)
     assert [item["takes_calls"] for item in fleet["pools"]["llama"]["endpoints"]] == [True, False, False]
-    assert fleet["pools"]["llama"]["config"]["policy"] == "p2c"
+    assert fleet["pools"]["llama"]["config"] == {"policy": "p2c", "salt": "***", "atempts": 2}
     assert fleet["pools"]["llama"]["endpoints"][0]["age_s"] > 1e9
     assert 0 <= fleet["age_s"] < 5
     assert not fleet["stale"]
-    assert len(fleet["problems"]) == 1
+    assert len(fleet["problems"]) == 2
     assert "canary" not in out + captured.out + captured.err
 
 

@@ -258,3 +258,71 @@ def test_bad_items_of_a_document_are_problems_of_their_own() -> None:
 def test_a_document_of_another_shape_is_refused_whole(document: object) -> None:
     with pytest.raises(InvalidRecord, match=r"^f: .*accepted: "):
         document_records(document, "f")
+
+
+# ------------------------------------------------------------------------------------ what nobody reads
+
+
+def test_settings_that_nobody_reads_are_named_with_what_was_meant_and_kept() -> None:
+    view = view_of("a")
+    view.put(
+        "llama/config", {"policy": "p2c", "time_out": 2, "Max-In-Flight": 3, "canary": 4, "salt": "s3cret", "x": None}
+    )
+    assert view.pools(0.0)["llama"].config.options == {"time_out": 2, "Max-In-Flight": 3, "canary": 4, "x": None}
+    assert not view.problems, "a newer writer may mean something by them"
+    text = view.unread()["llama/config"]
+    assert text.startswith(
+        "at:llama/config: nobody reads 'Max-In-Flight' (did you mean max_in_flight?), 'canary', 'time_out' "
+    )
+    assert "'time_out' (did you mean timeout?); accepted: policy, timeout, attempts" in text
+    assert "watchdog" in text
+    assert "s3cret" not in text
+    view.put("llama/config", {"policy": "p2c", "hedge": True})
+    assert view.unread() == {}
+    view.put("llama/config", {"time_out": 2})
+    view.put("llama/config", {"policy": 5})
+    assert view.unread() == {}, "a bad record is told as one"
+    view.put("llama/config", {"time_out": 2})
+    view.delete("llama/config", 1.0)
+    assert view.unread() == {}
+
+
+def test_slips_in_records_are_named_once_for_a_pool_and_the_fields_of_later_releases_are_not() -> None:
+    view = View(grace=5.0)
+    later = {"priority": 1, "weights": None, "shards": [1], "gpu": {"kind": "H100", "vendor": "x"}}
+    wrong = {"weigth": 2, "capacity": {"max_inflight": 3}}
+    view.replace({key(i): record(i, **later, **wrong) for i in "abc"} | {key("d", "embed"): record("d", weigth=1)}, 0.0)
+    assert view.unread() == {
+        key("a"): "llama/endpoints/a: nobody reads 'weigth' (did you mean weight?); "
+        "nobody reads 'max_inflight' (did you mean max_in_flight?) in capacity",
+        key("d", "embed"): "embed/endpoints/d: nobody reads 'weigth' (did you mean weight?)",
+    }
+    assert shown(view, 0.0) == ["a", "b", "c"]
+    view.delete(key("a"), 1.0)
+    assert set(view.unread()) == {key("b"), key("d", "embed")}
+
+
+def test_a_record_full_of_unread_fields_makes_a_short_line() -> None:
+    view = view_of("a")
+    view.put("llama/config", {f"setting-{number:04}" * 40: 1 for number in range(3_000)})
+    text = view.unread()["llama/config"]
+    assert "and 2990 more; accepted" in text
+    assert len(text) < 1_500
+
+
+@pytest.mark.parametrize("config", [[], 0, False, "", "p2c", [1]])
+def test_a_config_in_a_document_that_is_no_object_is_a_bad_record(config: object) -> None:
+    view = View(grace=5.0)
+    view.replace(document_records({"pools": {"llama": {"config": config, "endpoints": ["http://a:1"]}}}, "f"), 0.0)
+    assert "accepted: a JSON object" in view.problems["llama/config"]
+
+
+@pytest.mark.parametrize(
+    ("ident", "taken"), [(0, "0"), (5, "5"), ("", "a:1"), (None, "a:1"), ([], ""), ({}, ""), (False, "")]
+)
+def test_an_id_in_a_document_is_text_or_a_whole_number(ident: object, taken: str) -> None:
+    view = View(grace=5.0)
+    view.replace(document_records({"pools": {"llama": {"endpoints": [{"id": ident, "url": "http://a:1"}]}}}, "f"), 0.0)
+    pools = view.pools(0.0)
+    assert [endpoint.id for endpoint in pools["llama"].endpoints] == ([taken] if taken else [])
+    assert bool(view.problems) == (not taken)

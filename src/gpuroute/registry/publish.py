@@ -42,9 +42,9 @@ class Publisher:
         """Deliver what the view shows, if that is news. `now` is monotonic."""
         if self.closed:
             return False
-        pools = view.pools(now)
-        self._log_problems(view.problems, now)
-        problems = (*view.problems.values(), *view.warnings())
+        pools, unread = view.pools(now), view.unread()
+        self._log({key: f"bad record {text}" for key, text in view.problems.items()} | unread, now)
+        problems = (*view.problems.values(), *view.warnings(), *unread.values())
         if len(problems) > MAX_PROBLEMS:
             problems = (*problems[:MAX_PROBLEMS], f"and {len(problems) - MAX_PROBLEMS} more")
         fleet, last = Fleet(pools, self._source, stale, self.as_of, problems), self.fleet
@@ -67,12 +67,12 @@ class Publisher:
             log.info("registry %s is back", self._source)
         self.error = error
 
-    def _log_problems(self, problems: dict[str, str], now: float) -> None:
+    def _log(self, problems: dict[str, str], now: float) -> None:
         for key, text in problems.items():
             moment, logged = self._logged.get(key, (-LOG_INTERVAL_S, ""))
             if text != logged and now - moment >= LOG_INTERVAL_S:
                 self._logged[key] = now, text
-                log.warning("registry %s: bad record %s", self._source, text)
+                log.warning("registry %s: %s", self._source, text)
         for key in [key for key, item in self._logged.items() if key not in problems]:
             if now - self._logged[key][0] >= LOG_INTERVAL_S:
                 del self._logged[key]

@@ -2,7 +2,8 @@
 
 The tables `_ENDPOINT` and `_CONFIG` are the schema; `docs/registry.md` explains the fields. A record is taken whole or
 refused whole, with an `InvalidRecord` that names the key, the field and what is accepted, and never shows a value that
-may hold a secret. Fields that are not in a table are ignored, so that newer writers can talk to older readers.
+may hold a secret. Fields that are not in a table are ignored, so that newer writers can talk to older readers
+(`unread` says which).
 
 Pure; any thread.
 """
@@ -221,6 +222,8 @@ _CONFIG: dict[str, _Row] = {
     "fallback_url": _url("http", "https"),
     "salt": _TEXT,
 }
+ENDPOINT_FIELDS = ("id", *_ENDPOINT)
+CONFIG_FIELDS = (*_CONFIG, *sorted(FLAGS))
 
 
 def _values(rows: Mapping[str, _Row], record: Mapping[str, Any], key: str) -> Iterator[tuple[str, Any]]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from gpuroute.core.fleet import PoolConfig, PoolSpec
 from gpuroute.errors import InvalidRecord
@@ -30,6 +30,7 @@ from gpuroute.registry.schema import (
     parse_endpoint,
     valid_id,
 )
+from gpuroute.registry.unread import slips, unread_settings
 
 if TYPE_CHECKING:
     from gpuroute.core.endpoint import Endpoint
@@ -100,6 +101,7 @@ class View:
         self.grace = grace
         self.where = where
         self.problems: dict[str, str] = {}
+        self._unread: dict[str, list[str]] = {}
         self._records: dict[str, Record] = {}
         self._pools: dict[str, _Pool] = {}
 
@@ -119,12 +121,14 @@ class View:
             self._read(key, record)
             self.problems.pop(key, None)
         except InvalidRecord as error:
+            self._unread.pop(key, None)
             self.problems[key] = str(error)
 
     def delete(self, key: str, now: float) -> None:
         """Forget one record."""
         self._records.pop(key, None)
         self.problems.pop(key, None)
+        self._unread.pop(key, None)
         name, kind, ident = _parts(key)
         pool = self._pools.get(name)
         if pool is not None and kind == "endpoints":
@@ -140,6 +144,18 @@ class View:
         """What is odd but used, as of the last `pools`."""
         return tuple(text for pool in self._pools.values() for text in pool.warnings)
 
+    def unread(self) -> dict[str, str]:
+        """What is said in records and read by nobody, by the key that says it. Of a pool's endpoints only the first one
+        with each such text is named: what one writer writes wrong it writes wrong everywhere."""
+        found: dict[str, str] = {}
+        told: set[tuple[str, str]] = set()
+        for key in sorted(self._unread):
+            texts = [text for text in self._unread[key] if (key.partition("/")[0], text) not in told]
+            told.update((key.partition("/")[0], text) for text in texts)
+            if texts:
+                found[key] = f"{self.where}{key}: {'; '.join(texts)}"
+        return found
+
     def due(self) -> float:
         """When `pools` will change by itself, or infinity."""
         times = (since for pool in self._pools.values() for _, since in pool.vanished.values())
@@ -151,16 +167,21 @@ class View:
         name, kind, ident = _parts(key)
         if kind not in {"endpoints", "config"}:
             return
-        key = self.where + key
-        check_pool(name, key)
-        value = decode(record, key) if isinstance(record, bytes) else record
+        named = self.where + key
+        check_pool(name, named)
+        value = decode(record, named) if isinstance(record, bytes) else record
         pool = self._pools.get(name) or _Pool(name)
         if kind == "endpoints":
-            pool.endpoints[ident] = parse_endpoint(value, id=ident, key=key)
+            pool.endpoints[ident] = parse_endpoint(value, id=ident, key=named)
+            unread = slips(cast("Mapping[str, object]", value))
         else:
-            pool.config = parse_config(value, key=key)
+            pool.config = parse_config(value, key=named)
+            unread = [text] if (text := unread_settings(cast("Mapping[str, object]", value))) else []
         pool.spec = None
         self._pools[name] = pool
+        self._unread.pop(key, None)
+        if unread:
+            self._unread[key] = unread
 
 
 def _parts(key: str) -> tuple[str, str, str]:
@@ -185,7 +206,8 @@ def document_records(document: object, where: str) -> dict[str, Record]:
         endpoints = pool.get("endpoints", []) if isinstance(pool, Mapping) else None
         if not isinstance(endpoints, list):
             raise InvalidRecord(f"{where}: pool {name}: accepted: an object of `endpoints` (a list) and `config`")
-        records[f"{name}/config"] = pool.get("config") or {}
+        config = pool.get("config")
+        records[f"{name}/config"] = {} if config is None else config
         for number, item in enumerate(endpoints, 1):
             _add(records, str(name), number, {"url": item} if isinstance(item, str) else item)
     return records
@@ -193,9 +215,12 @@ def document_records(document: object, where: str) -> dict[str, Record]:
 
 def _add(records: dict[str, Record], pool: str, number: int, item: object) -> None:
     fields = item if isinstance(item, Mapping) else {}
-    ident = str(fields.get("id") or default_id(str(fields.get("url", ""))))
-    key = f"{pool}/endpoints/{ident if valid_id(ident) else f'item-{number}'}"
-    if fields.get("id") and not valid_id(ident):
+    given = fields.get("id")
+    stated = given is not None and given != ""
+    ident = str(given) if stated else default_id(str(fields.get("url", "")))
+    fine = valid_id(ident) and (not stated or type(given) in {str, int})
+    key = f"{pool}/endpoints/{ident if fine else f'item-{number}'}"
+    if stated and not fine:
         item = InvalidRecord(f"{key}: bad id; accepted: {ID_ACCEPTS}")
     if key in records:
         key, item = f"{key}#{number}", InvalidRecord(f"{key}: item {number} repeats this id; the first one is used")
