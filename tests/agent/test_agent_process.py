@@ -21,10 +21,10 @@ from gpuroute.agent.desk import Desk
 from gpuroute.agent.register import Life, Rules
 from gpuroute.agent.watch import Watch
 from gpuroute.cli import main
-from gpuroute.core.endpoint import Endpoint
+from gpuroute.core.endpoint import Endpoint, State
 from gpuroute.engines.catalog import engine_of
 from gpuroute.router import Router
-from gpuroute.testing import GpuServer
+from gpuroute.testing import FakeRegistry, GpuServer
 from gpuroute.transports.asking import asker_of
 
 if TYPE_CHECKING:
@@ -111,6 +111,7 @@ def test_the_life_of_a_record(etcd: EtcdCluster, eventually: Callable[..., None]
         record = eyes.endpoints()["gpu-0"]
         assert (record.engine, record.agent, record.zone) == ("vllm", agent.lines["agent"], "z")
         epoch = agent.load()["epoch"]
+        assert record.started_at == epoch, "when the agent first saw the engine"
         gate.unlink()
         first.kill()
         eventually(lambda: eyes.state("gpu-0") == "warming", "a dead engine takes no calls")
@@ -119,7 +120,7 @@ def test_the_life_of_a_record(etcd: EtcdCluster, eventually: Callable[..., None]
         with GpuServer.spawn(time_scale=0.02, port=first.port):
             eventually(lambda: eyes.state("gpu-0") == "ready", "the engine's successor is ready")
             assert agent.load()["restarts"] == 1
-            assert agent.load()["epoch"] >= epoch
+            assert eyes.endpoints()["gpu-0"].started_at == agent.load()["epoch"] >= epoch
             etcd.members[0].kill()
             etcd.members[0].start()
             etcd.wait_healthy()
@@ -285,6 +286,33 @@ def test_a_throttled_gpu_is_labelled_while_it_is_and_written_only_when_that_chan
     for reasons in ("power_cap", "hw_thermal", "hw_thermal", "", ""):
         life.label("throttled", reasons)
     assert record.written == [{"rack": "r1", "throttled": "hw_thermal"}, {"rack": "r1"}]
+
+
+def test_an_engine_that_was_replaced_says_so_even_to_who_missed_its_warming() -> None:
+    """Two looks of a router at the registry, and an engine that was started anew between them."""
+    views: list[Endpoint] = []
+
+    class Record:
+        def update(self, endpoint: Endpoint) -> None:
+            views.append(endpoint)
+
+    desk = Desk("gpu-0", epoch=1_800_000_000)
+    watch = Watch("http://127.0.0.1:1", engine_of("vllm"), desk)
+    life = Life(watch, Endpoint("gpu-0", "http://127.0.0.1:1"), lambda _: Record(), Rules())
+    assert (life.endpoint.state, life.endpoint.started_at) == (State.WARMING, 1_800_000_000)
+    registry = FakeRegistry()
+    with Router(registry) as router:
+        life._now(State.READY)
+        registry.set({"p": [views[-1], "http://127.0.0.1:2"]})
+        router.ready(60)
+        (known, _) = router.pool("p").snapshot.states
+        desk.restarted(1_800_000_060)
+        life._now(State.WARMING)
+        life._now(State.READY)
+        registry.set({"p": [views[-1], "http://127.0.0.1:2"]})
+        assert [view.started_at - 1_800_000_000 for view in views] == [0, 60, 60]
+        assert known in router.pool("p").snapshot.states
+        assert known.ramp_at is not None, "its caches are cold"
 
 
 def test_the_key_is_not_logged(server: GpuServer, eventually: Callable[..., None]) -> None:

@@ -55,7 +55,8 @@ class Life:
         self, watch: Watch, endpoint: Endpoint, register: Callable[[Endpoint], Registered] | None, rules: Rules
     ) -> None:
         self.watch = watch
-        self.endpoint = replace(endpoint, state=State.WARMING)
+        self.endpoint = endpoint
+        self.endpoint = replace(endpoint, state=State.WARMING, started_at=self._started_at())
         self._rules = rules
         self._record = register(self.endpoint) if register is not None else None
 
@@ -85,9 +86,7 @@ class Life:
     def _now(self, state: State) -> None:
         if state is not self.endpoint.state and (state is State.DRAINING or not self.watch.draining):
             log.info("%s: %s", self.endpoint.id, state)
-            self.endpoint = replace(self.endpoint, state=state)
-            if self._record is not None:
-                self._record.update(self.endpoint)
+            self._write(replace(self.endpoint, state=state, started_at=self._started_at()))
 
     def label(self, name: str, text: str) -> None:
         """Set a label of the record, or remove it (""). What has not changed is not written."""
@@ -95,9 +94,17 @@ class Life:
         labels |= {name: text} if text else {}
         if labels != dict(self.endpoint.labels):
             log.info("%s: label %s is now %r", self.endpoint.id, name, text)
-            self.endpoint = replace(self.endpoint, labels=labels)
-            if self._record is not None:
-                self._record.update(self.endpoint)
+            self._write(replace(self.endpoint, labels=labels))
+
+    def _started_at(self) -> float:
+        """When this engine was first seen, or seen to be another process: so who missed its `warming` learns of its cold
+        caches too."""
+        return float(self.watch.desk.epoch or self.endpoint.started_at)
+
+    def _write(self, endpoint: Endpoint) -> None:
+        self.endpoint = endpoint
+        if self._record is not None:
+            self._record.update(endpoint)
 
     async def drain(self) -> bool:
         """Take no more calls, and wait until those that run have ended; False if they had not in time."""
