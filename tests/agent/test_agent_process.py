@@ -219,6 +219,17 @@ def test_a_hung_engine_is_told_from_a_busy_one(server: GpuServer, eventually: Ca
         eventually(lambda: agent.state() == "ready", "it works again")
 
 
+def test_a_record_with_fields_that_nobody_reads_is_told(
+    server: GpuServer, eventually: Callable[..., None], tmp_path: Path
+) -> None:
+    (tmp_path / "record.json").write_text('{"weigth": 2}')
+    with AgentProcess("--url", server.url, "--warmup", "0", "--record", str(tmp_path / "record.json")) as agent:
+        eventually(lambda: agent.state() == "ready", "it serves all the same")
+        agent.terminate()
+        _, err = agent.process.communicate(timeout=90)
+    assert "nobody reads 'weigth' (did you mean weight?)" in err
+
+
 def test_a_warm_up_that_fails_is_tried_again(server: GpuServer, eventually: Callable[..., None]) -> None:
     server.answer(500, count=1)
     with AgentProcess("--url", server.url, "--warmup", "2") as agent:

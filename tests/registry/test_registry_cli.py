@@ -81,6 +81,45 @@ def test_register_refuses_what_can_never_work(args: list[str], says: str, capsys
     assert own_threads() <= before
 
 
+NO_OBJECT = ['"H100"', "5", "[]", "true", '[{"kind": "H100"}]']
+
+
+@pytest.mark.parametrize("field", ["gpu", "labels", "capacity"])
+@pytest.mark.parametrize("value", NO_OBJECT)
+@pytest.mark.parametrize("options", [[], ["--gpu", "H100", "--label", "a=b", "--max-in-flight", "3"]])
+def test_register_refuses_a_record_whose_objects_are_none(
+    field: str, value: str, options: list, tmp_path, capsys
+) -> None:
+    record = tmp_path / "record.json"
+    record.write_text(f'{{"{field}": {value}}}')
+    command = ["register", "http://a", "--registry", "etcd://127.0.0.1:1", "--record", str(record), *options]
+    assert main(command) == 2
+    assert f"default/a: {field} is " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ident", ["[]", "{}", "true", '"a/b"'])
+def test_register_refuses_a_record_whose_id_is_none(ident: str, tmp_path, capsys) -> None:
+    record = tmp_path / "record.json"
+    record.write_text(f'{{"id": {ident}}}')
+    assert main(["register", "http://a", "--registry", "etcd://127.0.0.1:1", "--record", str(record)]) == 2
+    assert "bad id" in capsys.readouterr().err
+
+
+def test_register_says_what_of_its_record_nobody_will_read(config, tmp_path) -> None:
+    record = tmp_path / "record.json"
+    record.write_text('{"weigth": 2, "id": null, "gpu": {"kind": "H100", "cuont": 2}, "labels": null}')
+    command = ["-m", "gpuroute", "register", "http://a:1", "--pool", "llama", "--record", str(record)]
+    command += ["--registry", config.source]
+    with running(*command) as process, Watcher(EtcdRegistry(config)) as watcher:
+        (endpoint,) = watcher.until_ids("a:1").pools["llama"].endpoints
+        assert (endpoint.gpu.kind, endpoint.labels) == ("H100", {})
+        process.send_signal(signal.SIGTERM)
+        _, stderr = process.communicate(timeout=40)
+    first, second, *_ = stderr.splitlines()
+    assert "record.json': nobody reads 'weigth' (did you mean weight?); accepted: id, url, " in first
+    assert second.endswith("nobody reads 'cuont' (did you mean count?) in gpu")
+
+
 def test_endpoints_as_text_and_json(config, writer: Writer, capsys) -> None:
     writer.put("a", zone="z1", started_at=1.0, headers={"x-key": "canary"}, gpu={"kind": "H100", "count": 8})
     writer.put("b", state="draining")

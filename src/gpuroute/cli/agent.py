@@ -31,6 +31,7 @@ from gpuroute.engines.catalog import ENGINES, engine_of
 from gpuroute.errors import ConfigError
 from gpuroute.registry import etcd_options, open_registry
 from gpuroute.registry.schema import check_pool, default_id, parse_endpoint
+from gpuroute.registry.unread import unwritten
 
 if TYPE_CHECKING:
     import argparse
@@ -173,6 +174,8 @@ def _engines(args: argparse.Namespace) -> list[Engine]:
         raise ConfigError("agent: --advertise and --id are given as often as --url, or not at all")
     check_pool(args.pool, "--pool")
     record = _read(args.record) if args.record else {}
+    for text in unwritten(record):
+        logging.getLogger("gpuroute.agent").warning("--record %r: %s", args.record, text)
     record |= {name: value for name in TEXTS if (value := getattr(args, name)) is not None}
     gpu = Gpu(args.gpu) if args.gpu else gpus.found()
     throttled = ",".join(gpus.throttled())

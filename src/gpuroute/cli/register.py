@@ -18,6 +18,7 @@ from gpuroute.config import Settings
 from gpuroute.errors import ConfigError
 from gpuroute.registry import etcd_options
 from gpuroute.registry.schema import default_id, parse_endpoint
+from gpuroute.registry.unread import unwritten
 
 if TYPE_CHECKING:
     import argparse
@@ -83,21 +84,33 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _endpoint(args: argparse.Namespace) -> Endpoint:
-    record = _record(args)
-    ident = args.id or str(record.pop("id", "")) or default_id(args.url)
-    return parse_endpoint(record, id=ident, key=f"{args.pool}/{ident}")
-
-
-def _record(args: argparse.Namespace) -> dict[str, Any]:
     record = _read(args.record) if args.record else {}
+    ident = args.id or (default_id(args.url) if (given := record.pop("id", None)) is None else _ident(given))
+    endpoint = parse_endpoint(_record(args, record), id=ident, key=f"{args.pool}/{ident}")
+    for text in unwritten(record):
+        _say(f"--record {args.record!r}: {text}")
+    return endpoint
+
+
+def _ident(given: object) -> str:
+    return str(given) if type(given) in {str, int} else ""
+
+
+def _record(args: argparse.Namespace, record: dict[str, Any]) -> dict[str, Any]:
     gpu = {"kind": args.gpu, "count": args.gpu_count, "memory_gib": args.gpu_memory}
     given = {name: getattr(args, name) for name in ("url", "weight", *_TEXTS)}
     given |= {"adapters": args.adapter, "started_at": record.get("started_at", round(time.time(), 3))}
-    given |= {"gpu": {**record.get("gpu", {}), **_given(gpu)} or None}
-    given |= {"labels": {**record.get("labels", {}), **_labels(args.label or [])} or None}
-    if args.max_in_flight is not None:
-        given |= {"capacity": {**record.get("capacity", {}), "max_in_flight": args.max_in_flight}}
+    given |= {"gpu": _over(record.get("gpu"), _given(gpu))}
+    given |= {"labels": _over(record.get("labels"), _labels(args.label or []))}
+    given |= {"capacity": _over(record.get("capacity"), _given({"max_in_flight": args.max_in_flight}))}
     return {**record, **_given(given)}
+
+
+def _over(stated: Any, given: dict[str, Any]) -> Any:
+    """What options say, over what the record says. A record's value that is no object stays, to be refused with it."""
+    if stated is None or isinstance(stated, dict):
+        return {**(stated or {}), **given} or None
+    return stated
 
 
 def _given(values: dict[str, Any]) -> dict[str, Any]:

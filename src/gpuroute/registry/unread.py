@@ -27,23 +27,32 @@ _INNER = {
 }
 
 
-def unread_settings(config: Mapping[str, object]) -> str:
-    """What to say of a pool's config with settings that this release does not have; "" if there are none."""
-    unread = _unread(config, CONFIG_FIELDS)
-    if not unread:
+def unread(record: Mapping[str, object], known: tuple[str, ...] = CONFIG_FIELDS) -> str:
+    """What to say of a pool's config, or another record, with fields that this release does not have; "" without any."""
+    found = _unread(record, known)
+    if not found:
         return ""
-    shown = [f"{name!r}{f' (did you mean {near}?)' if near else ''}" for name, near in _near(unread, CONFIG_FIELDS, 0.6)]
-    more = f" and {len(unread) - len(shown)} more" if len(unread) > len(shown) else ""
-    return f"nobody reads {', '.join(shown)}{more}; accepted: {', '.join(CONFIG_FIELDS)}"
+    shown = [f"{name!r}{f' (did you mean {near}?)' if near else ''}" for name, near in _near(found, known, 0.6)]
+    more = f" and {len(found) - len(shown)} more" if len(found) > len(shown) else ""
+    return f"nobody reads {', '.join(shown)}{more}; accepted: {', '.join(known)}"
+
+
+def unwritten(record: Mapping[str, object]) -> list[str]:
+    """What to say to who writes this record of an endpoint: no reader will see what this release does not know."""
+    found = unread(record, ENDPOINT_FIELDS)
+    return [*([found] if found else []), *_inner_slips(record)]
 
 
 def slips(record: Mapping[str, object]) -> list[str]:
     """What to say of fields of an endpoint's record, or of an object in it, that are nearly called like known ones."""
-    found = list(_slips(record, ENDPOINT_FIELDS))
-    for name, names in _INNER.items():
-        inner = record.get(name)
-        found += [f"{text} in {name}" for text in _slips(inner, names)] if isinstance(inner, dict) else []
-    return found
+    return [*_slips(record, ENDPOINT_FIELDS), *_inner_slips(record)]
+
+
+def _inner_slips(record: Mapping[str, object]) -> list[str]:
+    objects = ((name, record.get(name), known) for name, known in _INNER.items())
+    return [
+        f"{text} in {name}" for name, item, known in objects if isinstance(item, dict) for text in _slips(item, known)
+    ]
 
 
 def _slips(record: Mapping[str, object], known: tuple[str, ...]) -> Iterator[str]:

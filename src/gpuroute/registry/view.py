@@ -30,7 +30,7 @@ from gpuroute.registry.schema import (
     parse_endpoint,
     valid_id,
 )
-from gpuroute.registry.unread import slips, unread_settings
+from gpuroute.registry.unread import slips, unread
 
 if TYPE_CHECKING:
     from gpuroute.core.endpoint import Endpoint
@@ -173,15 +173,15 @@ class View:
         pool = self._pools.get(name) or _Pool(name)
         if kind == "endpoints":
             pool.endpoints[ident] = parse_endpoint(value, id=ident, key=named)
-            unread = slips(cast("Mapping[str, object]", value))
+            texts = slips(cast("Mapping[str, object]", value))
         else:
             pool.config = parse_config(value, key=named)
-            unread = [text] if (text := unread_settings(cast("Mapping[str, object]", value))) else []
+            texts = [unread(cast("Mapping[str, object]", value))]
         pool.spec = None
         self._pools[name] = pool
         self._unread.pop(key, None)
-        if unread:
-            self._unread[key] = unread
+        if any(texts):
+            self._unread[key] = texts
 
 
 def _parts(key: str) -> tuple[str, str, str]:
