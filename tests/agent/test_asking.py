@@ -25,7 +25,8 @@ from gpuroute.core.fleet import Fleet, PoolConfig, PoolSpec
 from gpuroute.core.outcome import Outcome
 from gpuroute.router import Router
 from gpuroute.testing import FakeRegistry
-from gpuroute.transports.asking import SILENT_AFTER, Asker, asker_of
+from gpuroute.transports.ask_peers import SILENT_AFTER
+from gpuroute.transports.asking import Asker, asker_of
 
 pytestmark = pytest.mark.real_time
 
@@ -121,13 +122,13 @@ def test_silent_agents_are_asked_less_and_less_and_heard_again() -> None:
         for _ in range(SILENT_AFTER):
             assert asker.ask(call_of(router)) is not None
         assert asker.ask(call_of(router)) is None, "both are left alone for a while"
-        for peer in asker._peers.values():
+        for peer in asker.peers.all():
             assert peer.muted_until > router.clock()
             peer.muted_until = 0.0
         mute[0] = False
         asker.timeout = 2.0
         assert asker.ask(call_of(router)).bids
-        assert {peer.misses for peer in asker._peers.values()} & {0}
+        assert {peer.misses for peer in asker.peers.all()} & {0}
 
 
 @both
@@ -397,12 +398,12 @@ def test_tasks_share_one_socket_and_a_cancelled_one_leaves_nothing() -> None:
             assert len(line.sockets) == 1
             agent._lose = lambda _: True
             task = asyncio.create_task(asker.ask_async(call_of(router)))
-            while not line._waiting:
+            while not any(listener.due for listener in line.listeners.values()):
                 await asyncio.sleep(0)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            assert not line._waiting
+            assert not any(listener.due for listener in line.listeners.values())
 
         asyncio.run(main())
 
@@ -467,7 +468,7 @@ def test_kinds_of_messages_are_the_documented_ones() -> None:
 )
 def test_addresses_of_agents(agent: str, found: object) -> None:
     router, asker = router_of([Endpoint("gpu-0", "http://127.0.0.1:1", agent=agent), Endpoint("b", "http://127.0.0.1:2")])
-    place = asker.peer(router.pool("p").snapshot.by_id["gpu-0"], 0.0).place
+    place = asker.peers.find(router.pool("p").snapshot.by_id["gpu-0"], 0.0).place
     assert (place.address, place.engine) == found
 
 
@@ -489,7 +490,7 @@ def test_names_are_looked_up_beside_the_calls(eventually: object, monkeypatch: p
         assert asker.ask(call_of(router)) is None, "nobody waits for the name"
         assert time.monotonic() - began < 5
         wait.set()
-        eventually(lambda: all(p.place for p in asker._peers.values()) and asker._peers, "the names are known")
+        eventually(lambda: all(p.place for p in asker.peers.all()) and asker.peers.all(), "the names are known")
         assert asker.ask(call_of(router)).bids
 
 
@@ -515,7 +516,7 @@ def test_two_protocols_of_one_pool_are_looked_through_once_each(monkeypatch: pyt
         asker = asker_of(router)
         assert asker is not None
         seen: list[Endpoint] = []
-        monkeypatch.setattr(asker, "_agent", lambda endpoint: seen.append(endpoint) or "")
+        monkeypatch.setattr(asker.peers, "_agent", lambda endpoint: seen.append(endpoint) or "")
         for _ in range(5):
             assert not any(asker.covers(router.pool("llm", protocol)) for protocol in ("http", "grpc"))
         assert len(seen) == len(made)

@@ -44,6 +44,7 @@ _PAIR = struct.Struct("!II")
 _WHOLE_ASKS = tuple(struct.Struct(f"{_HEAD}IB3x{count}Q") for count in range(MAX_HASHES + 1))
 _WHOLE_BID = struct.Struct(f"{_HEAD}IHHHBxIIII")
 _WHOLE_PAIR = struct.Struct(f"{_HEAD}II")
+_unpack_bid, _BID_SIZE = _WHOLE_BID.unpack_from, _WHOLE_BID.size + TAG
 _NO_TAG = bytes(TAG)
 
 
@@ -199,20 +200,19 @@ def decode_bid(body: bytes) -> BidBody:
     return BidBody(queued, running, waiting, kv / 0xFFFF, _STATES[state], _known(matched), identity, epoch, prefill)
 
 
-def read_bid(data: bytes, secret: bytes = b"") -> tuple[int, int, int, int, float, EngineState, int, int, int]:
-    """`open_message` and `decode_bid` in one step: engine number, queued tokens, running, waiting, KV use, state, matched
-    tokens (-1: unknown), identity and epoch. Raises Garbled."""
-    if len(data) != _WHOLE_BID.size + TAG:
+def read_bid(data: bytes, secret: bytes = b"") -> tuple[int, int, int, int, int, int, float, int, int]:
+    """`open_message` and `decode_bid` in one step: identity, engine number, state, running, waiting, queued tokens, KV
+    use, matched tokens (-1: unknown) and epoch. Raises Garbled."""
+    if len(data) != _BID_SIZE:
         raise Garbled(f"{len(data)} bytes are not a bid")
     (magic, version, kind, key, engine, _, _, queued, running, waiting, kv, state, matched, identity, epoch, _) = (
-        _WHOLE_BID.unpack_from(data)
+        _unpack_bid(data)
     )
     if kind != _KIND_BID or magic != b"GR" or version != VERSION or state >= len(_STATES):
         raise Garbled(f"not a bid of version {VERSION}")
     if secret and (key or not hmac.compare_digest(data[-TAG:], tag(data[:-TAG], secret))):
         raise Garbled("the tag does not match")
-    matched = -1 if matched == UNKNOWN else matched
-    return engine, queued, running, waiting, kv / 0xFFFF, _STATES[state], matched, identity, epoch
+    return identity, engine, state, running, waiting, queued, kv / 0xFFFF, -1 if matched == UNKNOWN else matched, epoch
 
 
 def decode_take(body: bytes) -> TakeBody:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     Say = Callable[[bytes, str, str, float, Callable[[bytes], None]], None]
 
@@ -23,6 +23,7 @@ LATE_S = 1.0
 
 MAX_DATAGRAM = 512
 BURST = 64  # datagrams in a row, before the loop may see to something else
+ID = slice(16, 24)  # of a message: the id of its call
 Address = tuple[Any, ...]
 
 
@@ -42,21 +43,17 @@ class Place(NamedTuple):
 
 
 class Listener(Protocol):
-    """Who asked, and takes what comes back."""
+    """Who asked, and takes what comes back. `key`: the id in its messages, as it is in them; `due`: its waiting task."""
 
-    id: int
+    key: bytes
     started: float
+    due: asyncio.Future[None] | None
 
     def step(self, now: float) -> float:
         """Seconds to wait on, 0.0 when the wait is over. Asks again where that is due."""
 
-    def heard(self, data: bytes, source: Address, now: float) -> bool:
-        """A datagram with this id arrived; True if it is time to `step`. Never raises."""
-
-
-def id_of(data: bytes) -> int:
-    """The id in a message's header, 0 if it is too short for one."""
-    return int.from_bytes(data[16:24], "big")
+    def heard(self, data: bytes, source: Address, now: float) -> None:
+        """A datagram with this id arrived. Wakes the task if it is time to `step`. Never raises."""
 
 
 class Line:
@@ -64,34 +61,35 @@ class Line:
 
     def __init__(self, say: Say | None = None) -> None:
         self.sockets: dict[int, socket.socket] = {}
-        self.listeners: dict[int, Listener] = {}
+        self.listeners: dict[bytes, Listener] = {}
         self._poll = select.poll()
         self._by_fd: dict[int, socket.socket] = {}
         self._say = say
         self._inlet: socket.socket | None = None
 
     def listen(self, listener: Listener) -> None:
-        """Hand over what arrives with its id, until LATE_S have passed."""
-        now, listeners = time.monotonic(), self.listeners
+        """Hand over what arrives with its id, until LATE_S have passed or it is told that nothing more will."""
+        listeners = self.listeners
         while listeners:
-            first = next(iter(listeners.values()))
-            if now - first.started <= LATE_S:
+            key, first = next(iter(listeners.items()))
+            if listener.started - first.started <= LATE_S:
                 break
-            del listeners[first.id]
-        listeners[listener.id] = listener
+            del listeners[key]
+        listeners[listener.key] = listener
 
     def send(self, data: bytes, place: Place) -> None:
         """One datagram, if the system takes it now. Any thread."""
-        sock = self.sockets.get(place.family) or self._open(place.family)
+        family, address, _ = place
+        sock = self.sockets.get(family) or self._open(family)
         if sock is None:
             return
-        if place.family == RELAY:
+        if family == RELAY:
             if self._say is not None:
-                scheme, target = place.address
+                scheme, target = address
                 self._say(data, scheme, target, LATE_S, self._relayed)
             return
         try:  # `contextlib.suppress` would cost as much as the rest of this
-            sock.sendto(data, place.address)
+            sock.sendto(data, address)
         except OSError:
             pass
 
@@ -104,22 +102,23 @@ class Line:
 
     def drain(self) -> None:
         """Hand over what has arrived. To poll first costs a fifth of being told by an exception that nothing is there."""
+        poll = self._poll.poll
         for _ in range(BURST):
-            if not self._receive(0):
+            ready = poll(0)
+            if not ready:
                 return
+            self._hear(ready)
 
-    def _receive(self, patience_ms: float) -> bool:
-        """Wait for so long at most and hand over one datagram of each socket that has any; False if none has."""
-        ready = self._poll.poll(patience_ms)
+    def _hear(self, ready: Iterable[tuple[int, int]]) -> None:
+        """Hand over one datagram of each of these sockets."""
         for number, _ in ready:
             try:
                 data, source = self._by_fd[number].recvfrom(MAX_DATAGRAM)
             except OSError:
                 continue  # a closed port somewhere, told by ICMP
-            listener = self.listeners.get(id_of(data))
-            if listener is not None and listener.heard(data, source, time.monotonic()):
-                self._is_due(listener)
-        return bool(ready)
+            listener = self.listeners.get(data[ID])
+            if listener is not None:
+                listener.heard(data, source, time.monotonic())
 
     def _open(self, family: int) -> socket.socket | None:
         try:
@@ -139,9 +138,6 @@ class Line:
 
     def _opened(self, sock: socket.socket) -> None:
         """There is one more socket."""
-
-    def _is_due(self, listener: Listener) -> None:
-        """Its next step is due."""
 
     def close(self) -> None:
         """Close the sockets. Idempotent."""
@@ -164,8 +160,9 @@ class ThreadLine(Line):
 
     def wait(self, listener: Listener) -> None:
         """Block for as long as the listener wants to."""
-        while (left := listener.step(time.monotonic())) > 0:
-            self._receive(max(1.0, left * 1e3))
+        poll, hear, clock = self._poll.poll, self._hear, time.monotonic
+        while (left := listener.step(clock())) > 0:
+            hear(poll(left * 1e3))
 
 
 class LoopLine(Line):
@@ -174,27 +171,21 @@ class LoopLine(Line):
     def __init__(self, loop: asyncio.AbstractEventLoop, say: Say | None = None) -> None:
         super().__init__(say)
         self._loop = loop
-        self._waiting: dict[int, asyncio.Future[None]] = {}
 
     def _opened(self, sock: socket.socket) -> None:
         self._loop.add_reader(sock, self.drain)
 
-    def _is_due(self, listener: Listener) -> None:
-        due = self._waiting.get(listener.id)
-        if due is not None and not due.done():
-            due.set_result(None)
-
     async def wait(self, listener: Listener) -> None:
         """Wait for as long as the listener wants to."""
-        loop, waiting = self._loop, self._waiting
+        loop = self._loop
         while (left := listener.step(time.monotonic())) > 0:
-            due = waiting[listener.id] = loop.create_future()
-            timer = loop.call_later(left, self._is_due, listener)
+            due = listener.due = loop.create_future()
+            timer = loop.call_later(left, wake, due)
             try:
                 await due
             finally:
                 timer.cancel()
-                del waiting[listener.id]
+                listener.due = None
 
     def close(self) -> None:
         """Close the sockets. Loop thread, or after the loop's end. Idempotent."""
@@ -202,3 +193,9 @@ class LoopLine(Line):
             for sock in self.sockets.values():
                 self._loop.remove_reader(sock)
         super().close()
+
+
+def wake(due: asyncio.Future[None]) -> None:
+    """Go on with the task that waits."""
+    if not due.done():
+        due.set_result(None)

@@ -1,0 +1,236 @@
+"""The asks of one call: sent, waited for, understood, and followed by the `take` and the `tell`.
+
+Whatever is lost, late, forged or garbled is "no report". Who waits reads nothing before it is time: bids that came one
+by one are understood in a row, which takes a third of the time because a thread that was just woken up is slow.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from typing import TYPE_CHECKING
+
+from gpuroute.core.asking import (
+    AskBody,
+    Garbled,
+    TakeBody,
+    TellBody,
+    copies,
+    encode_ask,
+    encode_take,
+    encode_tell,
+    read_bid,
+)
+from gpuroute.core.learning import learn_bid
+from gpuroute.core.locality import learn_round_trip
+from gpuroute.core.report import Report
+from gpuroute.core.sources import prompt_tokens
+from gpuroute.engines.usage import read_usage
+from gpuroute.transports.ask_lines import RELAY, wake
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Iterable, Mapping
+
+    from gpuroute.core.attempt import Attempt
+    from gpuroute.core.call import Call
+    from gpuroute.core.state import EndpointState
+    from gpuroute.transports.ask_lines import Address, Line, Place
+    from gpuroute.transports.ask_peers import Peer
+    from gpuroute.transports.asking import Asker
+
+NOT_READY_TOKENS = 1_000_000  # what an engine that takes no calls is charged: dearer than any queue, but not excluded
+MOST_AGAIN = 2
+MOST_SLOWER = 4.0  # one round trip counts for at most so many usual ones
+RARE = 0.002  # where fewer asks are lost of late, nobody is asked again: a short timer costs as much as a datagram
+
+
+class Asking:
+    """The asks of one call, and the take and tell that follow. Owned by the call's task or thread."""
+
+    __slots__ = (
+        "_again_at", "_asked", "_asked_again", "_asker", "_call", "_line", "_look_at", "_open", "_real_queue", "_rounds",
+        "_unread", "_until", "_waits", "bids", "due", "id", "key", "missing", "started",
+    )  # fmt: skip
+
+    def __init__(self, asker: Asker, call: Call, asked: Mapping[int, tuple[EndpointState, Peer]], line: Line) -> None:
+        self.id = random.getrandbits(64)
+        self.key = self.id.to_bytes(8, "big")
+        self.started = started = time.monotonic()
+        self.due: asyncio.Future[None] | None = None
+        self.bids: dict[str, Report] = {}
+        self.missing = len(asked)
+        self._asker = asker
+        self._call = call
+        self._line = line
+        self._asked = asked  # by identity
+        self._waits = True
+        self._unread: list[tuple[bytes, Address, float]] = []
+        self._until = until = started + asker.timeout
+        self._again_at, self._look_at = math.inf, until
+        patience = asker.patience
+        if asker.loss >= RARE:
+            self._again_at = started + patience
+        else:
+            patience *= 3
+        if started + patience < until:
+            self._look_at = started + patience
+        self._rounds = self._asked_again = 0
+        self._open: dict[Attempt, Place] = {}
+        self._real_queue: dict[str, int] = {}
+
+    def send(self) -> None:
+        """Send the asks."""
+        self._line.listen(self)
+        self._send([peer for _, peer in self._asked.values()])
+        counts = self._asker.counts
+        counts.calls += 1
+        counts.asks += len(self._asked)
+
+    def _send(self, peers: Iterable[Peer]) -> None:
+        asker, send = self._asker, self._line.send
+        body, sent_ms = AskBody(self._call.ask.tokens, asker.hashes(self._call)), int(time.time() * 1000)
+        engine, message = -1, b""
+        for peer in peers:
+            place = peer.place
+            assert place is not None
+            if place.engine != engine:
+                engine = place.engine
+                message = encode_ask(body, self.id, sent_ms, engine, 0, asker.secret)
+            send(message, place)
+
+    # ------------------------------------------------------------------------------------------ bids
+
+    def step(self, now: float) -> float:
+        """Seconds to wait on, 0.0 when the wait is over; asks again who is overdue.
+
+        The last of the answers is waited for as long again as the others took, or until it can have answered when asked
+        again. It may be lost; but without it the pick is worse (0.66 against 0.55 s mean TTFT live, when all but one were
+        enough), so it is not given up at once.
+        """
+        unread = self._unread
+        if now < self._look_at and len(unread) < self.missing:
+            return self._look_at - now
+        latest = unread[-1][2] if unread else now
+        self._read()
+        missing = self.missing
+        if not missing:
+            return 0.0
+        patience = self._asker.patience
+        if missing == 1 and self.bids:
+            self._until = min(self._until, self.started + max(2 * (latest - self.started), 2 * patience))
+        if now >= self._until:
+            return 0.0
+        if now >= self._again_at:
+            self._rounds += 1
+            self._again_at = now + patience if self._rounds < MOST_AGAIN else math.inf
+            silent = [peer for state, peer in self._asked.values() if state.id not in self.bids and peer.may_lose]
+            self._asked_again += len(silent)
+            for _ in range(copies(self._asker.loss)):
+                self._send(silent)
+        return min(self._until, self._again_at) - now
+
+    def heard(self, data: bytes, source: Address, now: float) -> None:
+        """A bid, perhaps. Wakes the task that waits, if all are there or it is time to `step`."""
+        self._unread.append((data, source, now))
+        if not self._waits:
+            self._read()
+        elif self.due is not None and (len(self._unread) >= self.missing or now >= self._look_at):
+            wake(self.due)
+
+    def _read(self) -> None:
+        """Understand what has arrived."""
+        asker, asked, bids, started = self._asker, self._asked, self.bids, self.started
+        counts, secret, trip, pool = asker.counts, asker.secret, asker.round_trip, self._call.pool
+        at, far, mean = asker.clock(), bool(pool.shared.locality), pool.mean_tokens
+        unread, self._unread = self._unread, []
+        for data, source, now in unread:
+            try:
+                identity, engine, state_there, running, waiting, queue, kv_usage, matched, epoch = read_bid(data, secret)
+            except Garbled:
+                counts.garbled += 1
+                continue
+            one = asked.get(identity)
+            if one is None or not _is_from(one[1].place, source, engine):
+                counts.strangers += 1
+                continue
+            state, peer = one
+            if peer.misses:
+                peer.answered()
+            counts.answers += 1
+            counts.late += not self._waits
+            # A few that are very late say little of the others: most of a whole second would end all asking again.
+            took = now - started
+            most = MOST_SLOWER * trip  # a `min` costs 100 ns
+            trip += 0.05 * (most - trip if took > most else took - trip)
+            if far:
+                learn_round_trip(state, took)
+            if state_there:  # not ready
+                self._real_queue[state.id] = queue
+                queue += NOT_READY_TOKENS
+            report = Report(at, running, waiting, queue, kv_usage, matched, epoch, peer.sources[state_there])
+            bids[state.id] = report
+            if not state_there:
+                learn_bid(state, report, mean)
+        asker.round_trip = trip
+        self.missing = len(asked) - len(bids)
+
+    def conclude(self) -> None:
+        """The wait is over: what was answered counts for the next pick."""
+        if self._unread:
+            self._read()
+        self._waits = False
+        asker, bids, missing, lost = self._asker, self.bids, self.missing, self._asked_again
+        self._call.ask.bids = bids
+        if not missing:
+            self._line.listeners.pop(self.key, None)
+        silent = [peer for state, peer in self._asked.values() if state.id not in bids] if missing else ()
+        asker.loss += 0.05 * (min(1.0, (lost or sum(peer.may_lose for peer in silent)) / len(self._asked)) - asker.loss)
+        asker.counts.again += lost
+        if missing > 1 or not bids or (missing and lost):
+            now = asker.clock()
+            asker.counts.timeouts += 1
+            for peer in silent:
+                peer.missed(now)
+
+    # ------------------------------------------------------------------------------------------ take and tell
+
+    def take(self, attempt: Attempt) -> None:
+        """Tell the agent of the endpoint that was picked, asked or not, that the call comes."""
+        asker = self._asker
+        if self._real_queue:  # the charge for not being ready is no queue to learn from
+            attempt.queued = self._real_queue.get(attempt.state.id, attempt.queued)
+        peer = asker.peers.find(attempt.state, asker.clock())
+        if peer is not None and peer.place is not None:
+            self._open[attempt] = place = peer.place
+            body = TakeBody(attempt.uncached, prompt_tokens(self._call.ask))
+            self._say(encode_take(body, self.id, int(time.time() * 1000), place.engine, 0, asker.secret), place)
+
+    def began(self, attempt: Attempt, content_type: bytes, first: bytes | None) -> None:
+        """The first bytes of the answer are here. Only those of an event stream are a first token; a whole body ends with
+        its usage instead."""
+        streams = content_type.startswith(b"text/event-stream")
+        ttft = attempt.first - attempt.started if streams and attempt.first is not None else 0.0
+        usage = read_usage(first) if first else None
+        self.tell(attempt, ttft, usage.cached if usage is not None else None)
+
+    def tell(self, attempt: Attempt, ttft: float = 0.0, cached: int | None = None) -> None:
+        """Tell its agent that the first token came after `ttft` seconds; 0: it ended without one, or that is not known.
+
+        Only the first of the tells of an attempt is sent.
+        """
+        place = self._open.pop(attempt, None)
+        if place is not None:
+            body = TellBody(int(ttft * 1e6), cached)
+            self._say(encode_tell(body, self.id, int(time.time() * 1000), place.engine, 0, self._asker.secret), place)
+
+    def _say(self, data: bytes, place: Place) -> None:
+        """Send what nobody answers: more than once, where messages get lost. Agents take no message twice."""
+        for _ in range(copies(self._asker.loss)):
+            self._line.send(data, place)
+
+
+def _is_from(place: Place | None, source: Address, engine: int) -> bool:
+    """True if a bid came from where it was asked for. What came by gRPC was called for, and has no source."""
+    return place is not None and engine == place.engine and (place.family == RELAY or source == place.address)

@@ -1,0 +1,159 @@
+"""Whom calls ask: the agent beside each endpoint (or the engine itself), where it listens, and how it answered of late.
+
+Who is silent time and again is left alone for longer and longer; names are looked up beside the calls.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import math
+import socket
+import threading
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from gpuroute.core.asking import EngineState, identity_of
+from gpuroute.core.endpoint import engine_of_agent
+from gpuroute.engines.catalog import engine_of
+from gpuroute.transports.ask_lines import RELAY, Place
+
+if TYPE_CHECKING:
+    from gpuroute.core.endpoint import Endpoint
+    from gpuroute.core.pool import Pool
+    from gpuroute.core.snapshot import Snapshot
+    from gpuroute.core.state import EndpointState
+
+log = logging.getLogger("gpuroute")
+
+SILENT_AFTER = 5  # asks in a row without an answer; then it is left alone, for longer each time
+MUTE_S, MAX_MUTE_S = 0.5, 30.0
+SCHEME = "engine"  # of an engine that is asked itself: its id, its dialect and its URL follow
+SOURCES = tuple(f"agent:{state.name}" for state in EngineState)
+ENGINE_SOURCES = tuple(f"{SCHEME}:{state.name}" for state in EngineState)
+COVERED = 0.95  # a pool with fewer agents is worth a word in the log
+MAX_PEERS = 20_000
+MAX_POOLS = 4_000
+RESOLVE_S = 60.0
+
+
+class Peer:
+    """The agent of one endpoint, as this process knows it. `place`: None while that is not known."""
+
+    __slots__ = ("agent", "endpoint", "identity", "misses", "muted_until", "place", "resolve_at", "sources")
+
+    def __init__(self, endpoint: Endpoint, agent: str) -> None:
+        self.endpoint = endpoint
+        self.agent = agent
+        self.sources = ENGINE_SOURCES if agent.startswith(f"{SCHEME}:") else SOURCES
+        self.identity = identity_of(endpoint.id)
+        self.place: Place | None = None
+        self.resolve_at = 0.0 if agent else math.inf
+        self.misses = 0
+        self.muted_until = 0.0
+
+    @property
+    def may_lose(self) -> bool:
+        """True if messages to it can get lost."""
+        return self.place is not None and self.place.family != RELAY
+
+    def answered(self) -> None:
+        """It lives."""
+        self.misses = 0
+        self.muted_until = 0.0
+
+    def missed(self, now: float) -> None:
+        """A call waited for it in vain."""
+        self.misses += 1
+        if self.misses >= SILENT_AFTER:
+            self.muted_until = now + min(MAX_MUTE_S, MUTE_S * 2.0 ** (self.misses - SILENT_AFTER))
+
+
+class Peers:
+    """Everybody that one process may ask. `engines`: those without an agent too. Any thread."""
+
+    def __init__(self, *, engines: bool) -> None:
+        self._engines = engines
+        self._known: dict[EndpointState, Peer] = {}
+        self._pools: dict[int, tuple[Snapshot, bool]] = {}  # by id: two protocols may be two pools of one name
+
+    def covers(self, pool: Pool) -> bool:
+        """True if any endpoint of the pool has an agent: else there is nothing to do here."""
+        snapshot = pool.snapshot
+        known = self._pools.get(id(pool))
+        if known is None or known[0] is not snapshot:
+            count, size = sum(bool(self._agent(s.endpoint)) for s in snapshot.routable), len(snapshot.routable)
+            if count and count < COVERED * size and (known is None or not known[1]):
+                log.info("pool %s: %d of %d endpoints have an agent, the others are guessed at", pool.name, count, size)
+            if len(self._pools) >= MAX_POOLS:  # of pools that are gone
+                self._pools.clear()
+            known = self._pools[id(pool)] = (snapshot, count > 0)
+        return known[1]
+
+    def find(self, state: EndpointState, now: float) -> Peer | None:
+        """The agent of an endpoint, if it has one whose address is known."""
+        peer = self._known.get(state)
+        if peer is None or now >= peer.resolve_at or peer.endpoint is not state.endpoint:
+            peer = self._meet(state, peer, now)
+        return peer if peer.place is not None else None
+
+    def forget(self) -> None:
+        """Know nobody: in a forked child, whose threads that look up names are the parent's."""
+        self._known = {}
+
+    def all(self) -> list[Peer]:
+        """Who was met so far."""
+        return list(self._known.values())
+
+    def _meet(self, state: EndpointState, known: Peer | None, now: float) -> Peer:
+        """Who answers for an endpoint, from now on; the same as before, if only other things of its record changed."""
+        endpoint = state.endpoint
+        agent = self._agent(endpoint)
+        if known is not None and known.agent == agent:
+            peer = known
+            peer.endpoint = endpoint
+        else:
+            if len(self._known) >= MAX_PEERS:  # of endpoints that left long ago; the others are found again at once
+                self._known.clear()
+            peer = self._known[state] = Peer(endpoint, agent)
+        if now >= peer.resolve_at:
+            peer.resolve_at = now + RESOLVE_S
+            _resolve(peer)
+        return peer
+
+    def _agent(self, endpoint: Endpoint) -> str:
+        """The address of who answers for an endpoint: its agent, or the engine itself."""
+        if endpoint.agent or not self._engines:
+            return endpoint.agent
+        engine = engine_of(endpoint.engine)
+        plain = endpoint.protocol == "http" and endpoint.url.startswith("http://") and not endpoint.headers
+        return f"{SCHEME}:{endpoint.id} {engine.name} {endpoint.url}" if plain and engine.read_load else ""
+
+
+def _resolve(peer: Peer) -> None:
+    """Find the place of `udp://host:port/engine`: at once if the host is a number, else without waiting for it."""
+    agent = peer.agent
+    if agent.startswith(f"{SCHEME}:"):
+        peer.place = Place(RELAY, (SCHEME, agent.removeprefix(f"{SCHEME}:")), 0)
+        return
+    parts = urlsplit(agent)
+    if not parts.hostname or not parts.port:
+        return
+    host, port, engine = parts.hostname, parts.port, engine_of_agent(parts.path)
+    if parts.scheme != "udp":
+        peer.place = Place(RELAY, (parts.scheme, parts.netloc), engine)
+        return
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        threading.Thread(target=_look_up, args=(peer, host, port, engine), daemon=True).start()
+    else:
+        _look_up(peer, host, port, engine)
+
+
+def _look_up(peer: Peer, host: str, port: int, engine: int) -> None:
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    except (OSError, UnicodeError):  # the latter: no name that could be one
+        return  # stays unknown, or as it was, until the next look
+    peer.place = Place(found[0], found[4], engine)
