@@ -196,8 +196,8 @@ PATH = Form("a path", _parse_word)
 URL = Form("an http:// or https:// URL without credentials", _parse_url)
 URLS = Form("http:// or https:// URLs without credentials, separated by commas", _parse_urls)
 REGISTRY = Form(
-    "etcd://h1:2379,h2:2379/prefix, etcds://... (TLS), file:///fleet.toml or POOL=URL,URL;POOL2=URL, without "
-    "credentials (for etcd: GPUROUTE_ETCD_USER and GPUROUTE_ETCD_PASSWORD)",
+    "etcd://h1:2379,h2:2379/prefix, etcds://... (TLS), etcd+trtllm://... (records of trtllm-serve), file:///fleet.toml "
+    "or POOL=URL,URL;POOL2=URL, without credentials (for etcd: GPUROUTE_ETCD_USER and GPUROUTE_ETCD_PASSWORD)",
     _parse_registry,
 )
 SECRET = Form("any text", Secret, lambda secret: secret.reveal())

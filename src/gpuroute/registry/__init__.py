@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 __all__ = ["EtcdOptions", "etcd_options", "first_fleet", "open_registry", "static_registry"]
 
 ACCEPTS = (
-    "etcd://h1:2379,h2:2379/prefix, etcds://... (TLS), file:///fleet.toml, a path that ends in .json or .toml, "
-    "POOL=URL,URL;POOL2=URL, or URL,URL for the pool `default`"
+    "etcd://h1:2379,h2:2379/prefix, etcds://... (TLS), etcd+trtllm://..., file:///fleet.toml, a path that ends in .json "
+    "or .toml, POOL=URL,URL;POOL2=URL, or URL,URL for the pool `default`"
 )
 DEFAULT_GRACE_S = 10.0
+_ETCD = ("etcd://", "etcds://", "etcd+", "etcds+")
 _ENDPOINT_SCHEMES = frozenset({"http", "https", "grpc", "grpcs"})
 
 
@@ -53,11 +54,13 @@ def open_registry(
     most). The other keywords matter for etcd alone; `snapshot_path` keeps the last good fleet on disk.
     """
     location = location.strip()
-    if location.startswith(("etcd://", "etcds://")):
-        from gpuroute.registry.etcd import EtcdRegistry
+    if location.startswith(_ETCD):
+        from gpuroute.registry.etcd import EtcdReader, EtcdRegistry
         from gpuroute.registry.etcd_config import EtcdConfig
 
-        return EtcdRegistry(EtcdConfig.from_url(location, **etcd), snapshot_path=snapshot_path, grace=empty_grace)
+        config = EtcdConfig.from_url(location, **etcd)
+        kind = EtcdReader if config.dialect else EtcdRegistry
+        return kind(config, snapshot_path=snapshot_path, grace=empty_grace)
     if location.startswith("file:") or _is_path(location):
         from gpuroute.registry.file import FILE_GRACE_S, FileRegistry
 

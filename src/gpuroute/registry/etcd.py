@@ -23,6 +23,7 @@ from gpuroute.registry.clients import EtcdSeat, count_clients
 from gpuroute.registry.etcd_client import EtcdClient, EtcdError, retrying
 from gpuroute.registry.publish import Publisher, log
 from gpuroute.registry.snapshot import Keeper
+from gpuroute.registry.trtllm import DEFAULT_POOL, place_of, read_record
 from gpuroute.registry.view import View
 
 if TYPE_CHECKING:
@@ -32,14 +33,15 @@ if TYPE_CHECKING:
     from gpuroute.core.subset import Seat
     from gpuroute.registry.etcd_config import EtcdConfig
     from gpuroute.registry.etcd_watch import WatchStream
+    from gpuroute.registry.view import Record
 
 RELIST_JITTER_S = 0.5  # a restarted etcd meets its clients spread over this long
 REFUSED_PAUSE_S = 5.0
 COALESCE_S = 0.05  # a burst of joins is delivered in so many slices, its first event at once
 
 
-class EtcdRegistry:
-    """Implements `Registry` over `{prefix}/pools/`. Immutable: every subscription has its own connection."""
+class EtcdReader:
+    """Implements `Registry` over records in etcd. Immutable: every subscription has its own connection."""
 
     def __init__(self, config: EtcdConfig, *, snapshot_path: str | None = None, grace: float = 10.0) -> None:
         self.config = config
@@ -49,6 +51,10 @@ class EtcdRegistry:
     def subscribe(self, on_change: Callable[[Fleet], None]) -> EtcdSubscription:
         """Start to watch; returns at once. Problems of etcd are in the subscription's `error`, never raised."""
         return EtcdSubscription(self, on_change)
+
+
+class EtcdRegistry(EtcdReader):
+    """The same over `{prefix}/pools/`; and clients that use it can be counted."""
 
     def take_seat(
         self, on_seat: Callable[[Seat], None], place: tuple[str, str] = ("", ""), *, numbered: bool = True
@@ -64,11 +70,14 @@ class EtcdRegistry:
 class EtcdSubscription:
     """A running watch of etcd."""
 
-    def __init__(self, registry: EtcdRegistry, on_change: Callable[[Fleet], None]) -> None:
+    def __init__(self, registry: EtcdReader, on_change: Callable[[Fleet], None]) -> None:
         self._config = registry.config
         self._keeper = Keeper(registry.snapshot_path, self._config.source)
-        self._prefix = f"{self._config.prefix}/pools/"
-        self._view = View(grace=registry.grace, where=self._prefix)
+        ours = not self._config.dialect
+        self._prefix = f"{self._config.prefix}/pools/" if ours else f"{self._config.prefix.lstrip('/')}/"
+        self._read = _as_it_is if ours else self._translated
+        self._places: dict[str, str] = {}  # keys in the view, by those in etcd
+        self._view = View(grace=registry.grace, where=self._prefix if ours else "")
         self._publisher = Publisher(on_change, self._config.source)
         self._client = EtcdClient(self._config)
         self._stream: WatchStream | None = None
@@ -124,7 +133,9 @@ class EtcdSubscription:
         now = time.monotonic()
         if not found and self._publisher.fleet is None:
             self._boot()  # a process that starts while the keys are gone has the same grace as its elders
-        self._view.replace({kv.key.removeprefix(self._prefix): kv.value for kv in found}, now)
+        records = [(key := kv.key.removeprefix(self._prefix), *self._read(key, kv.value)) for kv in found]
+        self._places = {key: place for key, place, _ in records}
+        self._view.replace({place: record for _, place, record in records}, now)
         self._dirty = True
         self._confirmed(now)
         return revision
@@ -153,10 +164,23 @@ class EtcdSubscription:
 
     def _apply(self, put: bool, key: str, value: bytes, now: float) -> None:
         self._dirty = True
+        place, before = "", self._places.get(key)
         if put:
-            self._view.put(key, value)
+            place, record = self._read(key, value)
+            self._view.put(place, record)
+            self._places[key] = place
         else:
-            self._view.delete(key, now)
+            self._places.pop(key, None)
+        if before is not None and before != place:
+            self._view.delete(before, now)
+
+    def _translated(self, key: str, value: bytes) -> tuple[str, Record]:
+        """Where a record of another dialect belongs, and what it says; a bad one stays where it was."""
+        try:
+            record = read_record(f"{self._prefix}{key}", value)
+        except InvalidRecord as error:
+            return self._places.get(key, f"{DEFAULT_POOL}/endpoints/{key}"), error
+        return place_of(key, record), record
 
     def _confirmed(self, now: float) -> None:
         """The view is what etcd has: deliver it, now or soon, and keep it on disk."""
@@ -192,3 +216,7 @@ class EtcdSubscription:
             self._view.replace(found.records, time.monotonic())
             self._publisher.as_of = found.as_of
         return ""
+
+
+def _as_it_is(key: str, value: bytes) -> tuple[str, Record]:
+    return key, value

@@ -11,12 +11,17 @@ from urllib.parse import urlsplit
 
 from gpuroute.errors import ConfigError
 from gpuroute.forms import Secret
+from gpuroute.registry.trtllm import PREFIX as TRTLLM_PREFIX
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-ACCEPTS = "etcd://host:2379,host2:2379/prefix, or etcds:// with TLS"
+ACCEPTS = (
+    "etcd://host:2379,host2:2379/prefix, or etcds:// with TLS; etcd+trtllm:// and etcds+trtllm:// for trtllm-serve's"
+)
 DEFAULT_PREFIX = "/gpuroute"
+TRTLLM = "+trtllm"
+_SCHEMES = re.compile(r"etcd(s?)(\+trtllm)?")
 _MEMBER = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?")
 
 
@@ -25,10 +30,11 @@ class EtcdConfig:
     """Members as `host:port`, and the rest. Seconds throughout; `random` spreads clients over members and time.
 
     `timeout` bounds one unary call, `heartbeat` is how often a watch must show that it is alive (silence is detected
-    after two of them), and the pings do the same for a connection.
+    after two of them), and the pings do the same for a connection. `dialect`: "" for our records, or `TRTLLM`.
     """
 
     members: tuple[str, ...]
+    dialect: str = ""
     prefix: str = DEFAULT_PREFIX
     tls: bool = False
     user: str = ""
@@ -57,7 +63,7 @@ class EtcdConfig:
     @property
     def source(self) -> str:
         """The URL that says the same, without credentials."""
-        return f"etcd{'s' if self.tls else ''}://{','.join(self.members)}{self.prefix}"
+        return f"etcd{'s' if self.tls else ''}{self.dialect}://{','.join(self.members)}{self.prefix}"
 
     @classmethod
     def from_url(cls, url: str, **options: Any) -> EtcdConfig:
@@ -69,13 +75,15 @@ class EtcdConfig:
         if "@" in parts.netloc:
             raise ConfigError("etcd URL with credentials: set GPUROUTE_ETCD_USER and GPUROUTE_ETCD_PASSWORD instead")
         members = tuple(_member(text.strip(), url) for text in parts.netloc.split(","))
-        prefix = parts.path.rstrip("/") or DEFAULT_PREFIX
-        if parts.scheme not in {"etcd", "etcds"} or parts.query or parts.fragment or not prefix.isprintable():
+        scheme = _SCHEMES.fullmatch(parts.scheme)
+        dialect = (scheme[2] or "") if scheme else ""
+        prefix = parts.path.rstrip("/") or (TRTLLM_PREFIX if dialect else DEFAULT_PREFIX)
+        if scheme is None or parts.query or parts.fragment or not prefix.isprintable():
             raise ConfigError(f"registry {url!r}: expected {ACCEPTS}")
         given = {name: value for name, value in options.items() if value is not None}
         if isinstance(given.get("password"), str):
             given["password"] = Secret(given["password"])
-        return cls(members=members, prefix=prefix, tls=parts.scheme == "etcds", **given)
+        return cls(members=members, dialect=dialect, prefix=prefix, tls=bool(scheme[1]), **given)
 
 
 def _member(text: str, url: str) -> str:
