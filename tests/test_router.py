@@ -460,6 +460,13 @@ def test_the_kill_switch_needs_no_registry() -> None:
     assert router.fallback("llm") == "http://old:80"
 
 
+@pytest.mark.parametrize(("asked", "left"), [(None, 30.0), (0, 0.0), (0.0, 0.0), (2.0, 2.0)])
+def test_a_call_to_the_fallback_keeps_the_timeout_that_was_asked_for(asked: float | None, left: float) -> None:
+    router = make(FakeRegistry(), disabled=True, fallback_url="http://old:80", timeout=30.0)
+    call = router.unrouted("http://old:80", asked)
+    assert call.time_left(call.started) == left
+
+
 def test_the_kill_switch_and_the_rollout_hold_for_attempts() -> None:
     for router in (
         make(FakeRegistry(), disabled=True, fallback_url="http://old:80"),

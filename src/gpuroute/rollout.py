@@ -37,7 +37,8 @@ class Rollout:
             watchdog = WatchdogRules(enabled=False)  # nobody else could take over
             rules = PoolRules(policy="random", retry=RetryRules(attempts=1), watchdog=watchdog)
             pool = self._pools.setdefault(url, Pool(spec, rules, random=random))
-        return Call(pool, now, timeout=timeout or self._settings.timeout, replayable=False)
+        limit = self._settings.timeout if timeout is None else timeout
+        return Call(pool, now, timeout=limit, replayable=False)
 
     def fallback(self, pool: Pool | None, key: str | None, *, inside: bool = False) -> str | None:
         """The URL to use instead of routing; else None. Raises ConfigError if a pool is off and has no such URL."""

@@ -190,6 +190,10 @@ def test_limits_make_calls_wait_for_a_connection(stubs: Stage, caller: Make) -> 
     )
     kinds = {type(answer).__name__ for answer in short.many(3)}
     assert kinds == {"PoolTimeout", "ReadTimeout"}
+    none = caller(
+        client.router, limits=client.library.Limits(max_connections=0), timeout=client.library.Timeout(5.0, pool=0.05)
+    )
+    assert {type(answer).__name__ for answer in none.many(2)} == {"PoolTimeout"}, "0 is a limit, too"
 
 
 def test_a_slow_reader_slows_its_server(stubs: Stage, caller: Make) -> None:

@@ -370,6 +370,6 @@ def _limits(limits: Any) -> Limits:
     """The bounds that the client library's own `Limits` ask for, per endpoint instead of over all."""
     if limits is None:
         return Limits()
-    most = limits.max_connections or 2**31
+    most = 2**31 if limits.max_connections is None else limits.max_connections
     idle = most if limits.max_keepalive_connections is None else limits.max_keepalive_connections
     return Limits(most, idle, max(idle, Limits().idle_total), limits.keepalive_expiry)
