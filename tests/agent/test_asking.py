@@ -468,7 +468,7 @@ def test_kinds_of_messages_are_the_documented_ones() -> None:
 )
 def test_addresses_of_agents(agent: str, found: object) -> None:
     router, asker = router_of([Endpoint("gpu-0", "http://127.0.0.1:1", agent=agent), Endpoint("b", "http://127.0.0.1:2")])
-    place = asker.peers.find(router.pool("p").snapshot.by_id["gpu-0"], 0.0).place
+    place = asker.peers.place(router.pool("p").snapshot.by_id["gpu-0"], 0.0)
     assert (place.address, place.engine) == found
 
 

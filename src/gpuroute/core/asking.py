@@ -44,7 +44,8 @@ _PAIR = struct.Struct("!II")
 _WHOLE_ASKS = tuple(struct.Struct(f"{_HEAD}IB3x{count}Q") for count in range(MAX_HASHES + 1))
 _WHOLE_BID = struct.Struct(f"{_HEAD}IHHHBxIIII")
 _WHOLE_PAIR = struct.Struct(f"{_HEAD}II")
-_unpack_bid, _BID_SIZE = _WHOLE_BID.unpack_from, _WHOLE_BID.size + TAG
+_BID_HEAD = b"GR\x01\x02\x00"  # magic, version, kind, key number: what bids to this process begin with
+_READ_BID = struct.Struct(f"!6xH16xIHHHBxIII{4 + TAG}x")
 _NO_TAG = bytes(TAG)
 
 
@@ -203,15 +204,13 @@ def decode_bid(body: bytes) -> BidBody:
 def read_bid(data: bytes, secret: bytes = b"") -> tuple[int, int, int, int, int, int, float, int, int]:
     """`open_message` and `decode_bid` in one step: identity, engine number, state, running, waiting, queued tokens, KV
     use, matched tokens (-1: unknown) and epoch. Raises Garbled."""
-    if len(data) != _BID_SIZE:
-        raise Garbled(f"{len(data)} bytes are not a bid")
-    (magic, version, kind, key, engine, _, _, queued, running, waiting, kv, state, matched, identity, epoch, _) = (
-        _unpack_bid(data)
-    )
-    if kind != _KIND_BID or magic != b"GR" or version != VERSION or state >= len(_STATES):
+    if len(data) != _READ_BID.size or data[:5] != _BID_HEAD:
         raise Garbled(f"not a bid of version {VERSION}")
-    if secret and (key or not hmac.compare_digest(data[-TAG:], tag(data[:-TAG], secret))):
+    if secret and not hmac.compare_digest(data[-TAG:], tag(data[:-TAG], secret)):
         raise Garbled("the tag does not match")
+    engine, queued, running, waiting, kv, state, matched, identity, epoch = _READ_BID.unpack(data)
+    if state >= len(_STATES):
+        raise Garbled(f"state {state} is unknown")
     return identity, engine, state, running, waiting, queued, kv / 0xFFFF, -1 if matched == UNKNOWN else matched, epoch
 
 
@@ -233,7 +232,7 @@ def _fixed(layout: struct.Struct, body: bytes) -> tuple[int, ...]:
 
 
 def _u32(number: int) -> int:
-    return min(max(0, number), UNKNOWN - 1)
+    return number if 0 <= number < UNKNOWN else min(max(0, number), UNKNOWN - 1)
 
 
 def _maybe(number: int | None) -> int:

@@ -91,21 +91,21 @@ def learn_latency(state: EndpointState, seconds: float, now: float, *, failed: b
 
 def learn_bid(state: EndpointState, bid: Report, mean_tokens: float) -> None:
     """A bid teaches the backlog of the fleet and the queue of its endpoint, also when it lost or came late."""
-    speeds, has_agent = state.pool.speeds, bool(state.endpoint.agent)
-    queued = bid.queue_tokens(mean_tokens)
-    speeds.bids += has_agent and bid.source != CARRIED
-    speeds.backlog += 0.02 * (queued - speeds.backlog)
-    speeds.mean_requests += 0.02 * (bid.running + bid.waiting - speeds.mean_requests)
-    last = state.report
-    if last is not None and bid.running and bid[1:5] == last[1:5] and _is_fine(bid.kv_usage):
-        if bid.at - last.at > FROZEN_S:
+    at, running, waiting, queued, kv_usage, _, _, source = bid
+    speeds, last = state.pool.speeds, state.report
+    if source != CARRIED and state.endpoint.agent:
+        speeds.bids += 1
+    speeds.backlog += 0.02 * ((queued if queued >= 0 else waiting * mean_tokens) - speeds.backlog)
+    speeds.mean_requests += 0.02 * (running + waiting - speeds.mean_requests)
+    if last is not None and running and bid[1:5] == last[1:5] and _is_fine(kv_usage):
+        if at - last.at > FROZEN_S:
             state.trust = state.trust or Trust()
-            state.trust.doubt(bid.at)
+            state.trust.doubt(at)
         return  # the same again is no news
-    if last is None or bid.at >= last.at:
+    if last is None or at >= last.at:
         state.report = bid
-        if not has_agent:  # bids come by the hundred: they would leave no room for those that give none
-            speeds.note(state, calm=not bid.waiting)
+        if not state.endpoint.agent:  # bids come by the hundred: they would leave no room for those that give none
+            speeds.note(state, calm=not waiting)
 
 
 def _is_fine(share: float) -> bool:

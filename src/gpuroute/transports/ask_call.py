@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 NOT_READY_TOKENS = 1_000_000  # what an engine that takes no calls is charged: dearer than any queue, but not excluded
 MOST_AGAIN = 2
 MOST_SLOWER = 4.0  # one round trip counts for at most so many usual ones
+_new = tuple.__new__  # of a NamedTuple: half the price of calling its class
 RARE = 0.002  # where fewer asks are lost of late, nobody is asked again: a short timer costs as much as a datagram
 
 
@@ -51,7 +52,7 @@ class Asking:
 
     __slots__ = (
         "_again_at", "_asked", "_asked_again", "_asker", "_call", "_line", "_look_at", "_open", "_real_queue", "_rounds",
-        "_unread", "_until", "_waits", "bids", "due", "id", "key", "missing", "started",
+        "_unread", "_until", "_waits", "bids", "due", "id", "key", "missing", "patient", "started",
     )  # fmt: skip
 
     def __init__(self, asker: Asker, call: Call, asked: Mapping[int, tuple[EndpointState, Peer]], line: Line) -> None:
@@ -68,14 +69,10 @@ class Asking:
         self._waits = True
         self._unread: list[tuple[bytes, Address, float]] = []
         self._until = until = started + asker.timeout
-        self._again_at, self._look_at = math.inf, until
         patience = asker.patience
-        if asker.loss >= RARE:
-            self._again_at = started + patience
-        else:
-            patience *= 3
-        if started + patience < until:
-            self._look_at = started + patience
+        self.patient = asker.loss < RARE
+        self._again_at = math.inf if self.patient else started + patience
+        self._look_at = min(until, started + (3 * patience if self.patient else patience))
         self._rounds = self._asked_again = 0
         self._open: dict[Attempt, Place] = {}
         self._real_queue: dict[str, int] = {}
@@ -83,16 +80,16 @@ class Asking:
     def send(self) -> None:
         """Send the asks."""
         self._line.listen(self)
-        self._send([peer for _, peer in self._asked.values()])
+        self._send(self._asked.values())
         counts = self._asker.counts
         counts.calls += 1
         counts.asks += len(self._asked)
 
-    def _send(self, peers: Iterable[Peer]) -> None:
+    def _send(self, asked: Iterable[tuple[EndpointState, Peer]]) -> None:
         asker, send = self._asker, self._line.send
         body, sent_ms = AskBody(self._call.ask.tokens, asker.hashes(self._call)), int(time.time() * 1000)
         engine, message = -1, b""
-        for peer in peers:
+        for _, peer in asked:
             place = peer.place
             assert place is not None
             if place.engine != engine:
@@ -125,8 +122,9 @@ class Asking:
         if now >= self._again_at:
             self._rounds += 1
             self._again_at = now + patience if self._rounds < MOST_AGAIN else math.inf
-            silent = [peer for state, peer in self._asked.values() if state.id not in self.bids and peer.may_lose]
+            silent = [one for one in self._asked.values() if one[0].id not in self.bids and one[1].may_lose]
             self._asked_again += len(silent)
+            self._asker.counts.again += len(silent)
             for _ in range(copies(self._asker.loss)):
                 self._send(silent)
         return min(self._until, self._again_at) - now
@@ -142,24 +140,23 @@ class Asking:
     def _read(self) -> None:
         """Understand what has arrived."""
         asker, asked, bids, started = self._asker, self._asked, self.bids, self.started
-        counts, secret, trip, pool = asker.counts, asker.secret, asker.round_trip, self._call.pool
+        secret, trip, pool, answers = asker.secret, asker.round_trip, self._call.pool, 0
         at, far, mean = asker.clock(), bool(pool.shared.locality), pool.mean_tokens
         unread, self._unread = self._unread, []
         for data, source, now in unread:
             try:
                 identity, engine, state_there, running, waiting, queue, kv_usage, matched, epoch = read_bid(data, secret)
             except Garbled:
-                counts.garbled += 1
+                asker.counts.garbled += 1
                 continue
             one = asked.get(identity)
             if one is None or not _is_from(one[1].place, source, engine):
-                counts.strangers += 1
+                asker.counts.strangers += 1
                 continue
             state, peer = one
             if peer.misses:
                 peer.answered()
-            counts.answers += 1
-            counts.late += not self._waits
+            answers += 1
             # A few that are very late say little of the others: most of a whole second would end all asking again.
             took = now - started
             most = MOST_SLOWER * trip  # a `min` costs 100 ns
@@ -169,11 +166,15 @@ class Asking:
             if state_there:  # not ready
                 self._real_queue[state.id] = queue
                 queue += NOT_READY_TOKENS
-            report = Report(at, running, waiting, queue, kv_usage, matched, epoch, peer.sources[state_there])
+            said = at, running, waiting, queue, kv_usage, matched, epoch, peer.sources[state_there]
+            report = _new(Report, said)
             bids[state.id] = report
             if not state_there:
                 learn_bid(state, report, mean)
         asker.round_trip = trip
+        asker.counts.answers += answers
+        if not self._waits:
+            asker.counts.late += answers
         self.missing = len(asked) - len(bids)
 
     def conclude(self) -> None:
@@ -181,18 +182,24 @@ class Asking:
         if self._unread:
             self._read()
         self._waits = False
-        asker, bids, missing, lost = self._asker, self.bids, self.missing, self._asked_again
-        self._call.ask.bids = bids
-        if not missing:
+        asker, lost = self._asker, self._asked_again
+        self._call.ask.bids = self.bids
+        if self.missing:
+            lost = self._missed()
+        else:
             self._line.listeners.pop(self.key, None)
-        silent = [peer for state, peer in self._asked.values() if state.id not in bids] if missing else ()
-        asker.loss += 0.05 * (min(1.0, (lost or sum(peer.may_lose for peer in silent)) / len(self._asked)) - asker.loss)
-        asker.counts.again += lost
-        if missing > 1 or not bids or (missing and lost):
+        asker.loss += 0.05 * ((min(1.0, lost / len(self._asked)) if lost else 0.0) - asker.loss)
+
+    def _missed(self) -> int:
+        """Hold it against those who did not answer, unless one alone was given up early; how many messages got lost."""
+        asker, lost = self._asker, self._asked_again
+        silent = [peer for state, peer in self._asked.values() if state.id not in self.bids]
+        if self.missing > 1 or not self.bids or lost:
             now = asker.clock()
             asker.counts.timeouts += 1
             for peer in silent:
                 peer.missed(now)
+        return lost or sum(peer.may_lose for peer in silent)
 
     # ------------------------------------------------------------------------------------------ take and tell
 
@@ -201,9 +208,9 @@ class Asking:
         asker = self._asker
         if self._real_queue:  # the charge for not being ready is no queue to learn from
             attempt.queued = self._real_queue.get(attempt.state.id, attempt.queued)
-        peer = asker.peers.find(attempt.state, asker.clock())
-        if peer is not None and peer.place is not None:
-            self._open[attempt] = place = peer.place
+        place = asker.peers.place(attempt.state, asker.clock())
+        if place is not None:
+            self._open[attempt] = place
             body = TakeBody(attempt.uncached, prompt_tokens(self._call.ask))
             self._say(encode_take(body, self.id, int(time.time() * 1000), place.engine, 0, asker.secret), place)
 
@@ -233,4 +240,4 @@ class Asking:
 
 def _is_from(place: Place | None, source: Address, engine: int) -> bool:
     """True if a bid came from where it was asked for. What came by gRPC was called for, and has no source."""
-    return place is not None and engine == place.engine and (place.family == RELAY or source == place.address)
+    return place is not None and engine == place[2] and (source == place[1] or place[0] == RELAY)

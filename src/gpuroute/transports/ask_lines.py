@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import select
 import socket
+import struct
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable, Iterable
 
+    Receive = Callable[[int], tuple[bytes, Any]]
     Say = Callable[[bytes, str, str, float, Callable[[bytes], None]], None]
 
 LATE_S = 1.0
@@ -23,6 +25,7 @@ LATE_S = 1.0
 
 MAX_DATAGRAM = 512
 BURST = 64  # datagrams in a row, before the loop may see to something else
+TICK = struct.pack("ll", 0, 1_000)  # a timeout of the least that the system's clock ticks by: 1 to 10 ms
 ID = slice(16, 24)  # of a message: the id of its call
 Address = tuple[Any, ...]
 
@@ -43,9 +46,12 @@ class Place(NamedTuple):
 
 
 class Listener(Protocol):
-    """Who asked, and takes what comes back. `key`: the id in its messages, as it is in them; `due`: its waiting task."""
+    """Who asked, and takes what comes back. `key`: the id in its messages, as it is in them; `missing`: messages that it
+    waits for; `patient`: a few milliseconds more do not matter if they do not come; `due`: its waiting task."""
 
     key: bytes
+    missing: int
+    patient: bool
     started: float
     due: asyncio.Future[None] | None
 
@@ -158,11 +164,39 @@ class Line:
 class ThreadLine(Line):
     """For one thread at a time, which waits itself."""
 
+    def __init__(self, say: Say | None = None) -> None:
+        super().__init__(say)
+        self._only: socket.socket | None = None  # if there is just one
+
+    def _opened(self, sock: socket.socket) -> None:
+        self._only = None
+        with suppress(OSError):  # where there are no such timeouts, sockets are polled
+            for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                sock.setsockopt(socket.SOL_SOCKET, option, TICK)
+            sock.setblocking(True)
+            self._only = None if self.sockets else sock
+
     def wait(self, listener: Listener) -> None:
-        """Block for as long as the listener wants to."""
+        """Block for as long as the listener wants to; a tick of the system's clock longer if it is patient."""
         poll, hear, clock = self._poll.poll, self._hear, time.monotonic
         while (left := listener.step(clock())) > 0:
-            hear(poll(left * 1e3))
+            if listener.patient and self._only is not None:
+                self._gather(self._only.recvfrom, listener.missing)
+            else:
+                hear(poll(left * 1e3))
+
+    def _gather(self, receive: Receive, count: int) -> None:
+        """Hand over so many datagrams, each of which comes within a tick: half the system calls of polling, and none of
+        its precise timers, which cost as much as a datagram in a virtual machine."""
+        listeners, clock = self.listeners, time.monotonic
+        for _ in range(count):
+            try:
+                data, source = receive(MAX_DATAGRAM)
+            except OSError:  # nothing came
+                return
+            listener = listeners.get(data[ID])
+            if listener is not None:
+                listener.heard(data, source, clock())
 
 
 class LoopLine(Line):

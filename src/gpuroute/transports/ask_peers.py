@@ -15,10 +15,13 @@ from urllib.parse import urlsplit
 
 from gpuroute.core.asking import EngineState, identity_of
 from gpuroute.core.endpoint import engine_of_agent
+from gpuroute.core.sources import MOST
 from gpuroute.engines.catalog import engine_of
 from gpuroute.transports.ask_lines import RELAY, Place
 
 if TYPE_CHECKING:
+    from collections.abc import Container, Iterable, Mapping
+
     from gpuroute.core.endpoint import Endpoint
     from gpuroute.core.pool import Pool
     from gpuroute.core.snapshot import Snapshot
@@ -90,12 +93,29 @@ class Peers:
             known = self._pools[id(pool)] = (snapshot, count > 0)
         return known[1]
 
-    def find(self, state: EndpointState, now: float) -> Peer | None:
-        """The agent of an endpoint, if it has one whose address is known."""
+    def place(self, state: EndpointState, now: float) -> Place | None:
+        """Where the agent of an endpoint listens, if it has one and that is known."""
         peer = self._known.get(state)
         if peer is None or now >= peer.resolve_at or peer.endpoint is not state.endpoint:
             peer = self._meet(state, peer, now)
-        return peer if peer.place is not None else None
+        return peer.place
+
+    def answering(
+        self, states: Iterable[EndpointState], tried: Container[EndpointState], now: float
+    ) -> Mapping[int, tuple[EndpointState, Peer]]:
+        """Those of the endpoints that may take a call and whose agents may be asked, by the identity in their bids."""
+        found: dict[int, tuple[EndpointState, Peer]] = {}
+        known = self._known
+        for state in states:
+            if len(state.in_flight) < state.limit and state not in tried:
+                peer = known.get(state)
+                if peer is None or now >= peer.resolve_at or peer.endpoint is not state.endpoint:
+                    peer = self._meet(state, peer, now)
+                if peer.muted_until <= now and peer.place is not None:
+                    found[peer.identity] = state, peer
+                    if len(found) == MOST:
+                        break
+        return found
 
     def forget(self) -> None:
         """Know nobody: in a forked child, whose threads that look up names are the parent's."""

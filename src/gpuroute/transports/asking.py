@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from gpuroute.core.prefix import seed
 from gpuroute.core.seconds import Soonest
-from gpuroute.core.sources import MOST, NEAR_S, worth_asking
+from gpuroute.core.sources import NEAR_S, worth_asking
 from gpuroute.transports.ask_call import RARE, Asking
 from gpuroute.transports.ask_lines import LoopLine, ThreadLine
 from gpuroute.transports.ask_peers import SCHEME, Peers
@@ -142,15 +142,7 @@ class Asker:
         candidates = picker.candidates(call.ask)
         if len(candidates) < 2:
             return NOBODY
-        now, tried, find = self.clock(), call.tried if call.history else (), self.peers.find
-        asked: dict[int, tuple[EndpointState, Peer]] = {}
-        for state in candidates:
-            if len(state.in_flight) < state.limit and state not in tried:
-                peer = find(state, now)
-                if peer is not None and peer.muted_until <= now:
-                    asked[peer.identity] = state, peer
-                    if len(asked) == MOST:
-                        break
+        asked = self.peers.answering(candidates, call.tried if call.history else (), self.clock())
         if asked and (self._always or worth_asking(call.ask, [state for state, _ in asked.values()], self.round_trip)):
             return asked
         return NOBODY
