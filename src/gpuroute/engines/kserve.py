@@ -10,5 +10,5 @@ ENGINE = Engine(
     live="/v2/health/live",
     answers=(rule(Meaning.LOADING, (400, 503), "not ready"), rule(Meaning.MISSING, (400, 404), "model .*not found")),
     request_id_field="id",
-    signs=(("/v2", r'(?s)"name"\s*:.*"extensions"'),),
+    signs=(("/v2", r'(?s)\A(?=.*"name"\s*:).*"extensions"'),),
 )

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 MAX_PAGE = 8 * 1024 * 1024
 """Bytes of a page that are looked at."""
 
-_LABELS = r'(?:\{((?:[^"}]|"(?:[^"\\]|\\.)*")*)\})?'
+# Within a line, even in quotes: else a page of quotes that never end is read once for each of its lines.
+_LABELS = r'(?:\{((?:[^"}\n]|"(?:[^"\\\n]|\\.)*")*)\})?'
 _LABEL = re.compile(r'([A-Za-z_]\w*)\s*=\s*"((?:[^"\\]|\\.)*)"')
 
 Series = tuple[str, float]

@@ -8,5 +8,5 @@ ENGINE = Engine(
     name="openai",
     ready="/v1/models",
     live="/v1/models",
-    signs=(("/v1/models", r'(?s)"object"\s*:\s*"list".*"data"|"data".*"object"\s*:\s*"list"'),),
+    signs=(("/v1/models", r'(?s)\A(?=.*"object"\s*:\s*"list").*"data"'),),
 )

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple
 
+from gpuroute.core.orca import MOST
+
 TAIL = 16 * 1024
 """Bytes at the end of a body that are looked at."""
 
@@ -68,4 +70,4 @@ def _cached(fields: dict[str, Any]) -> int | None:
 
 
 def _first(fields: dict[str, Any], *names: str) -> int | None:
-    return next((n for name in names if type(n := fields.get(name)) is int and n >= 0), None)
+    return next((n for name in names if type(n := fields.get(name)) is int and 0 <= n <= MOST), None)
