@@ -9,14 +9,17 @@ import pytest
 from gpuroute.agent.fetch import GONE, SILENT, Reply, fetch
 
 
-def fetched(answer: bytes, path: str = "/x", **options: object) -> tuple[Reply, bytes]:
-    """What is made of a server's answer, and what the server was asked."""
+def fetched(*answers: bytes, path: str = "/x", **options: object) -> tuple[Reply, bytes]:
+    """What is made of a server's answer, which may come in pieces, and what the server was asked."""
     got = bytearray()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         got.extend(await reader.readuntil(b"\r\n\r\n"))
-        writer.write(answer)
-        if answer:
+        for answer in answers:
+            writer.write(answer)
+            await writer.drain()
+            await asyncio.sleep(0.02)
+        if answers:
             writer.close()
 
     async def main() -> Reply:
@@ -51,7 +54,7 @@ def test_answers(answer: bytes, reply: Reply) -> None:
 
 
 def test_the_request_is_what_it_should_be() -> None:
-    _, got = fetched(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n", "/path", headers={"authorization": "Bearer x"})
+    _, got = fetched(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n", path="/path", headers={"authorization": "Bearer x"})
     lines = got.decode().split("\r\n")
     assert lines[0] == "GET /base/path HTTP/1.1"
     assert {"Connection: close", "authorization: Bearer x"} <= set(lines)
@@ -60,7 +63,7 @@ def test_the_request_is_what_it_should_be() -> None:
 
 
 def test_silence_and_absence_differ() -> None:
-    assert fetched(b"", timeout=0.1)[0] == SILENT
+    assert fetched(timeout=0.1)[0] == SILENT
 
     async def closed() -> Reply:
         server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
@@ -70,6 +73,19 @@ def test_silence_and_absence_differ() -> None:
         return await fetch(f"http://127.0.0.1:{port}", "/")
 
     assert asyncio.run(closed()) == GONE
+
+
+def test_a_page_that_ends_with_its_connection_is_read_to_the_end() -> None:
+    head, page = b"HTTP/1.0 200 OK\r\n\r\n", [b"a 1\n" * 1_000, b"b 2\n" * 1_000, b"c 3\n"]
+    assert fetched(head, *page)[0] == Reply(200, b"".join(page))
+
+
+@pytest.mark.parametrize(
+    "head", [b"Transfer-Encoding: chunked\r\n\r\n7fffffff\r\n", b"Content-Length: 99999999999\r\n\r\n"]
+)
+def test_a_length_that_cannot_be_is_not_waited_for(head: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpuroute.agent.fetch.MAX_BODY", 1000)
+    assert len(fetched(b"HTTP/1.1 200 OK\r\n" + head + b"x" * 50_000)[0].body) == 1000
 
 
 def test_a_body_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,13 +80,20 @@ async def _all_of(reader: asyncio.StreamReader) -> bytes:
         return head + await _chunks(reader)
     if b"content-length" in fields:
         return head + await reader.readexactly(min(int(fields[b"content-length"]), MAX_BODY))
-    return head + await reader.read(MAX_BODY)
+    return head + await _to_the_end(reader)
+
+
+async def _to_the_end(reader: asyncio.StreamReader) -> bytes:
+    found = bytearray()
+    while len(found) < MAX_BODY and (piece := await reader.read(MAX_BODY - len(found))):  # `read` gives what is there
+        found += piece
+    return bytes(found)
 
 
 async def _chunks(reader: asyncio.StreamReader) -> bytes:
     found = bytearray()
     while len(found) < MAX_BODY and (size := int((await reader.readline()).partition(b";")[0], 16)):
-        found += (await reader.readexactly(size + 2))[:-2]
+        found += (await reader.readexactly(min(size, MAX_BODY) + 2))[:-2]
     return bytes(found)
 
 
