@@ -106,14 +106,15 @@ class Line:
             with suppress(OSError):
                 inlet.send(data)
 
-    def drain(self) -> None:
-        """Hand over what has arrived. To poll first costs a fifth of being told by an exception that nothing is there."""
-        poll = self._poll.poll
+    def drain(self, ready: Iterable[tuple[int, int]] = ()) -> None:
+        """Hand over what has arrived, at those sockets first. To poll costs a fifth of being told by an exception that
+        nothing is there."""
+        poll, hear = self._poll.poll, self._hear
         for _ in range(BURST):
+            hear(ready or poll(0))
             ready = poll(0)
             if not ready:
                 return
-            self._hear(ready)
 
     def _hear(self, ready: Iterable[tuple[int, int]]) -> None:
         """Hand over one datagram of each of these sockets."""
@@ -207,7 +208,7 @@ class LoopLine(Line):
         self._loop = loop
 
     def _opened(self, sock: socket.socket) -> None:
-        self._loop.add_reader(sock, self.drain)
+        self._loop.add_reader(sock, self.drain, ((sock.fileno(), select.POLLIN),))
 
     async def wait(self, listener: Listener) -> None:
         """Wait for as long as the listener wants to."""
