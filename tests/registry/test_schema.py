@@ -296,6 +296,15 @@ def test_bad_pool_config(field: str, value: object) -> None:
         parse_config({field: value}, key="k")
 
 
+@pytest.mark.parametrize("field", ["timeout", "subset", "zone_price", "policy", "fallback_url", "salt"])
+@pytest.mark.parametrize("value", ["canary", "canary\n\x1b[2J", "canary" * 400])
+def test_a_refusal_shows_no_value_however_it_is_read(field: str, value: str) -> None:
+    if (field, value) != ("salt", "canary"):
+        with pytest.raises(InvalidRecord, match=f"^k: {field} .*accepted: ") as caught:
+            parse_config({field: value}, key="k")
+        assert "canary" not in str(caught.value)
+
+
 def test_a_policy_that_this_release_does_not_know_names_those_that_it_does() -> None:
     with pytest.raises(InvalidRecord, match=r"policy .*accepted: random, .*auto"):
         parse_config({"policy": "newer"}, key="k")

@@ -14,7 +14,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 from gpuroute.core.endpoint import MAX_ENGINE, Capacity, Endpoint, Gpu, State, Tls, engine_of_agent
@@ -25,6 +25,8 @@ from gpuroute.forms import parse_duration, parse_subset
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+T = TypeVar("T")
 
 MAX_BYTES = 65_536
 MAX_TEXT = 2_048
@@ -93,13 +95,21 @@ def _boolean(value: Any) -> bool:
 
 
 def _seconds(value: Any) -> float:
-    seconds = parse_duration(value) if isinstance(value, str) else _number(value)
+    seconds = _price(value)
     _need(seconds > 0, "is not above 0")
     return seconds
 
 
 def _price(value: Any) -> float:
-    return parse_duration(value) if isinstance(value, str) else _number(value)
+    return _formed(parse_duration, value) if isinstance(value, str) else _number(value)
+
+
+def _formed(parse: Callable[[str], T], text: str) -> T:
+    """What a form of the settings makes of a text; its own complaint would quote it."""
+    try:
+        return parse(text)
+    except ValueError:
+        raise ValueError("is a text of another form") from None
 
 
 def _policy(value: Any) -> str:
@@ -108,7 +118,7 @@ def _policy(value: Any) -> str:
 
 
 def _subset(value: Any) -> str | int:
-    return parse_subset(value) if isinstance(value, str) else _whole(1)(value)
+    return _formed(parse_subset, value) if isinstance(value, str) else _whole(1)(value)
 
 
 def _word(*words: str) -> _Row:
