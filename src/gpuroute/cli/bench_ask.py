@@ -1,43 +1,44 @@
 """`gpuroute bench ask`: what asking costs. The agent: asks per second of one core, and how long an answer takes at a
-steady rate, over loopback and with keys. The client: CPU of an asked call beside that of one that is not asked.
+steady rate, over loopback and with keys. The client: CPU of an asked call, beside that of one that is not asked, and of
+bare sockets that send as many datagrams and wait for the answers (the floor: less is not possible here).
 
-The agent runs in a process of its own, as it does beside an engine. Where all cores are busy the figures say so.
+Agents run in processes of their own, as they do beside engines. Where all cores are busy the figures say so.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import multiprocessing
 import random
-import select
 import socket
 import statistics
 import time
-from contextlib import contextmanager
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from gpuroute.agent.answers import Answers
 from gpuroute.agent.desk import Desk
 from gpuroute.agent.server import UdpServer, open_socket
-from gpuroute.core.asking import AskBody, encode_ask
+from gpuroute.cli.bench_agent import KEY, ask, measure_agent, process
 from gpuroute.core.endpoint import Endpoint
 from gpuroute.core.outcome import Outcome
+from gpuroute.core.sources import MOST
 from gpuroute.router import Router
 from gpuroute.transports.asking import Asker, asker_of
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from multiprocessing.connection import Connection
 
     from gpuroute.core.call import Call
     from gpuroute.transports.asking import Asking
 
-KEY = b"bench"
-BATCH = 32
-HASHES = 4
+ENGINES = 48
+ROUNDS = 15
+PER_ROUND = 100
+
+Address = tuple[str, int]
 
 
 def add_parser(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -59,151 +60,21 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-# ---------------------------------------------------------------------------------------------- the agent
-
-
-@contextmanager
-def agent_process(engines: int) -> Iterator[tuple[int, list[int]]]:
-    """Process id and ports of so many agents in one process, each beside an engine."""
-    here, there = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=serve, args=(there, engines), daemon=True)
-    process.start()
-    there.close()
-    try:
-        yield process.pid or 0, here.recv()
-    finally:
-        here.send("stop")
-        process.join(5)
-
-
-def measure_agent(seconds: float, rate: int) -> dict[str, float]:
-    """Figures of one agent process over loopback."""
-    with agent_process(1) as (pid, (port,)):
-        address = ("127.0.0.1", port)
-        _flood(address, 0.3)  # warm
-        start = _cpu_of(pid)
-        answered, took = _flood(address, seconds)
-        busy = _cpu_of(pid) - start
-        times = sorted(_paced(address, seconds, rate))
-        resident = _resident(pid)
-    return {
-        "asks_per_s": round(answered / took),
-        "asks_per_cpu_s": round(answered / max(busy, 0.01)),
-        "rate": rate,
-        "p50_ms": round(1e3 * statistics.median(times), 4),
-        "p99_ms": round(1e3 * times[int(0.99 * len(times))], 4),
-        "agent_rss_mib": round(resident, 1),
-    }
-
-
-def serve(pipe: Connection, engines: int) -> None:
-    """The agent's side, until told to stop."""
-    asyncio.run(_serve(pipe, engines))
-
-
-async def _serve(pipe: Connection, engines: int) -> None:
-    loop, stop = asyncio.get_running_loop(), asyncio.Event()
-    servers = []
-    for number in range(engines):
-        answers = Answers([Desk(f"gpu-{number}")], (KEY,), rate=1e9)
-        servers.append(UdpServer(loop, open_socket("127.0.0.1", 0, authenticated=True), answers))
-    loop.add_reader(pipe, stop.set)
-    pipe.send([server.port for server in servers])
-    await stop.wait()
-    for server in servers:
-        server.close()
-
-
-def _ask(number: int) -> bytes:
-    hashes = tuple(random.getrandbits(64) for _ in range(HASHES))
-    return encode_ask(AskBody(4_000, hashes), number, int(time.time() * 1000), secret=KEY)
-
-
-def _flood(address: tuple[str, int], seconds: float) -> tuple[int, float]:
-    """As many as it can: BATCH asks are always under way. Answers, and the seconds they took."""
-    sock = _client(address)
-    asks = [_ask(number) for number in range(2_048)]
-    sent = answered = 0
-    started = time.perf_counter()
-    until = started + seconds
-    while time.perf_counter() < until:
-        while sent - answered < BATCH:
-            sock.send(asks[sent % len(asks)])
-            sent += 1
-        if not select.select([sock], [], [], 0.1)[0]:
-            sent = answered  # lost
-            continue
-        answered += _drain(sock)
-    sock.close()
-    return answered, time.perf_counter() - started
-
-
-def _drain(sock: socket.socket) -> int:
-    count = 0
-    try:
-        while True:
-            sock.recv(512)
-            count += 1
-    except BlockingIOError:
-        return count
-
-
-def _paced(address: tuple[str, int], seconds: float, rate: int) -> list[float]:
-    """Seconds from ask to answer at a steady rate; an answer that never came took infinitely long."""
-    sock = _client(address)
-    count = int(seconds * rate)
-    asks = [_ask(number) for number in range(count)]
-    sent, times = [0.0] * count, [float("inf")] * count
-    started, done = time.perf_counter(), 0
-    while (now := time.perf_counter()) < started + seconds + 0.2:
-        while done < count and started + done / rate <= now:
-            sent[done] = time.perf_counter()
-            sock.send(asks[done])
-            done += 1
-        if select.select([sock], [], [], 1 / rate)[0]:
-            data = sock.recv(512)
-            number = int.from_bytes(data[16:24], "big")
-            times[number] = time.perf_counter() - sent[number]
-    sock.close()
-    return times
-
-
-def _client(address: tuple[str, int]) -> socket.socket:
-    sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-    sock.connect(address)
-    sock.setblocking(False)
-    return sock
-
-
-def _cpu_of(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / 100
-
-
-def _resident(pid: int) -> float:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096 / 2**20
-
-
-# ---------------------------------------------------------------------------------------------- the client
-
-ENGINES = 48
-ROUNDS = 15
-PER_ROUND = 100
-
-
 def measure_client() -> dict[str, float]:
-    """CPU of one call from pick to tell, in microseconds: asked by a thread, asked by a task, and not asked."""
-    with agent_process(ENGINES) as (_, ports), asyncio.Runner() as runner:
-        endpoints = [
-            Endpoint(f"gpu-{n}", "http://127.0.0.1:1", agent=f"udp://127.0.0.1:{port}") for n, port in enumerate(ports)
-        ]
+    """CPU of one call from pick to tell, in microseconds: asked by a thread, asked by a task, and not asked; and of bare
+    sockets, in the same rounds."""
+    with process(agents, ENGINES) as (_, ports), asyncio.Runner() as runner:
+        addresses = [("127.0.0.1", port) for port in ports]
+        endpoints = [Endpoint(f"gpu-{port}", "http://127.0.0.1:1", agent=f"udp://127.0.0.1:{port}") for port in ports]
         router = Router(endpoints={"p": endpoints}, asks="on", ask_hashes=True, agent_key=KEY.decode(), ask_timeout=1.0)
         router.ready(5.0)
         asker = asker_of(router)
         assert asker is not None
         kinds: dict[str, Callable[[], None]] = {
-            "unasked_us": lambda: _unasked(router),
-            "asked_sync_us": lambda: _by_thread(router, asker),
+            "floor_sync_us": partial(_bare_thread, addresses),
+            "floor_async_us": lambda: runner.run(_bare_tasks(addresses)),
+            "unasked_us": partial(_unasked, router),
+            "asked_sync_us": partial(_by_thread, router, asker),
             "asked_async_us": lambda: runner.run(_by_tasks(router, asker)),
         }
         rounds: dict[str, list[float]] = {name: [] for name in kinds}
@@ -216,6 +87,69 @@ def measure_client() -> dict[str, float]:
         result = {name: round(statistics.median(found), 1) for name, found in rounds.items()}
         best = {f"{name}_best": round(min(found), 1) for name, found in rounds.items()}
         return {**result, **best, "asks_per_call": round(counts.asks / counts.calls, 2)}
+
+
+def agents(pipe: Connection, count: int) -> None:
+    """So many agents in one process, until it is ended. Says their ports."""
+
+    async def serve() -> None:
+        loop = asyncio.get_running_loop()
+        sockets = [open_socket("127.0.0.1", 0, authenticated=True) for _ in range(count)]
+        for sock in sockets:
+            port = sock.getsockname()[1]
+            UdpServer(loop, sock, Answers([Desk(f"gpu-{port}")], (KEY,), rate=1e9))
+        pipe.send([sock.getsockname()[1] for sock in sockets])
+        await asyncio.Event().wait()
+
+    asyncio.run(serve())
+
+
+# ---------------------------------------------------------------------------------------------- the floor
+
+
+def _bare(addresses: Sequence[Address]) -> Iterator[tuple[bytes, list[Address]]]:
+    """An ask and whom to send it to, for each of the calls of one round."""
+    message = ask(1)
+    for _ in range(PER_ROUND):
+        yield message, random.sample(addresses, MOST)
+
+
+def _bare_thread(addresses: Sequence[Address]) -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        for message, asked in _bare(addresses):
+            for address in asked:
+                sock.sendto(message, address)
+            for _ in asked:
+                sock.recvfrom(512)
+
+
+async def _bare_tasks(addresses: Sequence[Address]) -> None:
+    loop = asyncio.get_running_loop()
+    left, due = 0, loop.create_future()
+
+    def read() -> None:
+        nonlocal left
+        try:
+            while left:
+                sock.recvfrom(512)
+                left -= 1
+        except BlockingIOError:
+            return
+        if not due.done():
+            due.set_result(None)
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        sock.setblocking(False)
+        loop.add_reader(sock, read)
+        for message, asked in _bare(addresses):
+            left, due = MOST, loop.create_future()
+            for address in asked:
+                sock.sendto(message, address)
+            await due
+        loop.remove_reader(sock)
+
+
+# ---------------------------------------------------------------------------------------------- calls
 
 
 def _call(router: Router) -> Call:
