@@ -69,6 +69,7 @@ class EngineState(IntEnum):
 
 
 _STATES = tuple(EngineState)
+_KINDS = {int(kind): kind for kind in Kind}
 _KIND_ASK, _KIND_BID, _KIND_TAKE, _KIND_TELL = (int(kind) for kind in Kind)
 
 
@@ -137,17 +138,18 @@ def encode_ask(body: AskBody, id_: int, sent_ms: int, engine: int = 0, key: int 
 
 def encode_bid(body: BidBody, id_: int, sent_ms: int, engine: int = 0, key: int = 0, secret: bytes = b"") -> bytes:
     """The answer to an ask."""
+    queued, running, waiting, kv_usage, state, matched, identity, epoch, prefill_us = body
     data = _WHOLE_BID.pack(
         *(b"GR", VERSION, _KIND_BID, key, engine, sent_ms, id_),
-        _u32(body.queued_tokens),
-        min(body.running, 0xFFFF),
-        min(body.waiting, 0xFFFF),
-        round(min(1.0, max(0.0, body.kv_usage)) * 0xFFFF),
-        body.state,
-        _maybe(body.matched_tokens),
-        body.identity & UNKNOWN,
-        body.epoch & UNKNOWN,
-        _u32(body.prefill_us),
+        _u32(queued),
+        min(running, 0xFFFF),
+        min(waiting, 0xFFFF),
+        int(0xFFFF * kv_usage + 0.5) if 0.0 <= kv_usage < 1.0 else 0xFFFF * (kv_usage > 0.0),
+        state,
+        UNKNOWN if matched is None else _u32(matched),
+        identity & UNKNOWN,
+        epoch & UNKNOWN,
+        _u32(prefill_us),
     )
     return data + (tag(data, secret) if secret else _NO_TAG)
 
@@ -160,7 +162,7 @@ def encode_take(body: TakeBody, id_: int, sent_ms: int, engine: int = 0, key: in
 
 def encode_tell(body: TellBody, id_: int, sent_ms: int, engine: int = 0, key: int = 0, secret: bytes = b"") -> bytes:
     """The first token of this id is here."""
-    ttft_us, cached = _u32(body.ttft_us), _maybe(body.cached_tokens)
+    ttft_us, cached = _u32(body.ttft_us), UNKNOWN if body.cached_tokens is None else _u32(body.cached_tokens)
     data = _WHOLE_PAIR.pack(b"GR", VERSION, _KIND_TELL, key, engine, sent_ms, id_, ttft_us, cached)
     return data + (tag(data, secret) if secret else _NO_TAG)
 
@@ -177,10 +179,10 @@ def open_message(data: bytes, secrets: Sequence[bytes] = ()) -> tuple[Header, by
         raise Garbled(f"not a message of version {VERSION}")
     if secrets and (key >= len(secrets) or not hmac.compare_digest(data[-TAG:], tag(data[:-TAG], secrets[key]))):
         raise Garbled("the tag does not match")
-    try:
-        return Header(Kind(kind), key, engine, sent_ms, id_), data[_HEADER.size : -TAG]
-    except ValueError:
-        raise Garbled(f"kind {kind} is unknown") from None
+    known = _KINDS.get(kind)
+    if known is None:
+        raise Garbled(f"kind {kind} is unknown")
+    return Header(known, key, engine, sent_ms, id_), data[_HEADER.size : -TAG]
 
 
 def decode_ask(body: bytes) -> AskBody:
@@ -233,10 +235,6 @@ def _fixed(layout: struct.Struct, body: bytes) -> tuple[int, ...]:
 
 def _u32(number: int) -> int:
     return number if 0 <= number < UNKNOWN else min(max(0, number), UNKNOWN - 1)
-
-
-def _maybe(number: int | None) -> int:
-    return UNKNOWN if number is None else _u32(number)
 
 
 def _known(number: int) -> int | None:
