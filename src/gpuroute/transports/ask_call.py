@@ -35,9 +35,8 @@ if TYPE_CHECKING:
 
     from gpuroute.core.attempt import Attempt
     from gpuroute.core.call import Call
-    from gpuroute.core.state import EndpointState
     from gpuroute.transports.ask_lines import Address, Line, Place
-    from gpuroute.transports.ask_peers import Peer
+    from gpuroute.transports.ask_peers import Asked
     from gpuroute.transports.asking import Asker
 
 NOT_READY_TOKENS = 1_000_000  # what an engine that takes no calls is charged: dearer than any queue, but not excluded
@@ -55,7 +54,7 @@ class Asking:
         "_unread", "_until", "_waits", "bids", "due", "id", "key", "missing", "patient", "started",
     )  # fmt: skip
 
-    def __init__(self, asker: Asker, call: Call, asked: Mapping[int, tuple[EndpointState, Peer]], line: Line) -> None:
+    def __init__(self, asker: Asker, call: Call, asked: Mapping[int, Asked], line: Line) -> None:
         self.id = random.getrandbits(64)
         self.key = self.id.to_bytes(8, "big")
         self.started = started = time.monotonic()
@@ -85,13 +84,11 @@ class Asking:
         counts.calls += 1
         counts.asks += len(self._asked)
 
-    def _send(self, asked: Iterable[tuple[EndpointState, Peer]]) -> None:
+    def _send(self, asked: Iterable[Asked]) -> None:
         asker, send = self._asker, self._line.send
         body, sent_ms = AskBody(self._call.ask.tokens, asker.hashes(self._call)), int(time.time() * 1000)
         engine, message = -1, b""
-        for _, peer in asked:
-            place = peer.place
-            assert place is not None
+        for _, _, place in asked:
             if place.engine != engine:
                 engine = place.engine
                 message = encode_ask(body, self.id, sent_ms, engine, 0, asker.secret)
@@ -122,7 +119,7 @@ class Asking:
         if now >= self._again_at:
             self._rounds += 1
             self._again_at = now + patience if self._rounds < MOST_AGAIN else math.inf
-            silent = [one for one in self._asked.values() if one[0].id not in self.bids and one[1].may_lose]
+            silent = [one for one in self._silent() if one[2].family != RELAY]
             self._asked_again += len(silent)
             self._asker.counts.again += len(silent)
             for _ in range(copies(self._asker.loss)):
@@ -150,10 +147,10 @@ class Asking:
                 asker.counts.garbled += 1
                 continue
             one = asked.get(identity)
-            if one is None or not _is_from(one[1].place, source, engine):
-                asker.counts.strangers += 1
+            if one is None or one[2].engine != engine or (one[2].address != source and one[2].family != RELAY):
+                asker.counts.strangers += 1  # what came by gRPC was called for, and has no source
                 continue
-            state, peer = one
+            state, peer, _ = one
             if peer.misses:
                 peer.answered()
             answers += 1
@@ -193,13 +190,16 @@ class Asking:
     def _missed(self) -> int:
         """Hold it against those who did not answer, unless one alone was given up early; how many messages got lost."""
         asker, lost = self._asker, self._asked_again
-        silent = [peer for state, peer in self._asked.values() if state.id not in self.bids]
+        silent = self._silent()
         if self.missing > 1 or not self.bids or lost:
             now = asker.clock()
             asker.counts.timeouts += 1
-            for peer in silent:
+            for _, peer, _ in silent:
                 peer.missed(now)
-        return lost or sum(peer.may_lose for peer in silent)
+        return lost or sum(place.family != RELAY for _, _, place in silent)
+
+    def _silent(self) -> list[Asked]:
+        return [one for one in self._asked.values() if one[0].id not in self.bids]
 
     # ------------------------------------------------------------------------------------------ take and tell
 
@@ -236,8 +236,3 @@ class Asking:
         """Send what nobody answers: more than once, where messages get lost. Agents take no message twice."""
         for _ in range(copies(self._asker.loss)):
             self._line.send(data, place)
-
-
-def _is_from(place: Place | None, source: Address, engine: int) -> bool:
-    """True if a bid came from where it was asked for. What came by gRPC was called for, and has no source."""
-    return place is not None and engine == place[2] and (source == place[1] or place[0] == RELAY)

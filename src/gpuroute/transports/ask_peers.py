@@ -10,6 +10,7 @@ import logging
 import math
 import socket
 import threading
+from itertools import islice
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from gpuroute.core.pool import Pool
     from gpuroute.core.snapshot import Snapshot
     from gpuroute.core.state import EndpointState
+
+    Asked = tuple[EndpointState, "Peer", Place]
 
 log = logging.getLogger("gpuroute")
 
@@ -54,11 +57,6 @@ class Peer:
         self.resolve_at = 0.0 if agent else math.inf
         self.misses = 0
         self.muted_until = 0.0
-
-    @property
-    def may_lose(self) -> bool:
-        """True if messages to it can get lost."""
-        return self.place is not None and self.place.family != RELAY
 
     def answered(self) -> None:
         """It lives."""
@@ -102,20 +100,19 @@ class Peers:
 
     def answering(
         self, states: Iterable[EndpointState], tried: Container[EndpointState], now: float
-    ) -> Mapping[int, tuple[EndpointState, Peer]]:
+    ) -> Mapping[int, Asked]:
         """Those of the endpoints that may take a call and whose agents may be asked, by the identity in their bids."""
-        found: dict[int, tuple[EndpointState, Peer]] = {}
+        found: dict[int, Asked] = {}
         known = self._known
         for state in states:
             if len(state.in_flight) < state.limit and state not in tried:
                 peer = known.get(state)
                 if peer is None or now >= peer.resolve_at or peer.endpoint is not state.endpoint:
                     peer = self._meet(state, peer, now)
-                if peer.muted_until <= now and peer.place is not None:
-                    found[peer.identity] = state, peer
-                    if len(found) == MOST:
-                        break
-        return found
+                place = peer.place
+                if place is not None and peer.muted_until <= now:
+                    found[peer.identity] = state, peer, place
+        return found if len(found) <= MOST else dict(islice(found.items(), MOST))
 
     def forget(self) -> None:
         """Know nobody: in a forked child, whose threads that look up names are the parent's."""

@@ -31,16 +31,15 @@ if TYPE_CHECKING:
 
     from gpuroute.config import Settings
     from gpuroute.core.call import Call
-    from gpuroute.core.state import EndpointState
     from gpuroute.router import Router
     from gpuroute.transports.ask_engines import Engines
     from gpuroute.transports.ask_grpc import Channels
-    from gpuroute.transports.ask_peers import Peer
+    from gpuroute.transports.ask_peers import Asked
 
 __all__ = ["Asker", "Asking", "asker_of"]
 
 AGAIN_S = 0.001
-NOBODY: Mapping[int, tuple[EndpointState, Peer]] = {}
+NOBODY: Mapping[int, Asked] = {}
 
 
 class Counts:
@@ -134,7 +133,7 @@ class Asker:
 
     # ------------------------------------------------------------------------------------------ whom, and whether
 
-    def worth_asking(self, call: Call) -> Mapping[int, tuple[EndpointState, Peer]]:
+    def worth_asking(self, call: Call) -> Mapping[int, Asked]:
         """The candidates to ask for this call, by the identity in their bids; none if asking would not pay."""
         picker = call.pool.snapshot.picker
         if not isinstance(picker, Soonest):
@@ -143,7 +142,7 @@ class Asker:
         if len(candidates) < 2:
             return NOBODY
         asked = self.peers.answering(candidates, call.tried if call.history else (), self.clock())
-        if asked and (self._always or worth_asking(call.ask, [state for state, _ in asked.values()], self.round_trip)):
+        if asked and (self._always or worth_asking(call.ask, [one[0] for one in asked.values()], self.round_trip)):
             return asked
         return NOBODY
 
