@@ -16,7 +16,7 @@ from grpc import StatusCode
 from grpc.aio import AioRpcError
 
 from gpuroute.transports.grpc_aio_flight import Flight
-from gpuroute.transports.grpc_errors import LOCALLY_CANCELLED
+from gpuroute.transports.grpc_errors import FINISHED, LOCALLY_CANCELLED
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Generator
@@ -92,7 +92,9 @@ class _Routed(grpc.aio.Call):
         while True:
             try:
                 inner = await flight.current()
-            except AioRpcError:
+            except (AioRpcError, asyncio.CancelledError):
+                if flight.error is None:
+                    raise
                 return grpc.aio.Metadata()
             metadata = await inner.initial_metadata()
             if not inner.done():
@@ -140,12 +142,8 @@ class _Answered(Flight, _Routed):
     def __await__(self) -> Generator[Any, None, Any]:
         while True:
             inner = self.inner
-            try:
-                if inner is None:
-                    inner = yield from self.current().__await__()
-            except asyncio.CancelledError:
-                self.give_up()
-                raise
+            if inner is None:
+                inner = yield from self.following().__await__()
             try:
                 return (yield from inner.__await__())
             except AioRpcError as error:
@@ -184,7 +182,7 @@ class _Streamed(_Routed):
     async def _iterate(self) -> AsyncIterator[Any]:
         flight = self._flight
         while True:
-            inner = flight.inner or await flight.current()
+            inner = flight.inner or await flight.following()
             flight.reads()
             try:
                 async for message in inner:
@@ -199,6 +197,7 @@ class _Streamed(_Routed):
                     raise
             except asyncio.CancelledError:
                 if not flight.replaced(inner):
+                    flight.give_up()
                     raise
             except Exception:
                 flight.broke(inner)
@@ -208,7 +207,7 @@ class _Streamed(_Routed):
         """The next message, or grpc.aio.EOF."""
         flight = self._flight
         while True:
-            inner = await flight.current()
+            inner = await flight.following()
             flight.reads()
             try:
                 message = await inner.read()
@@ -217,6 +216,7 @@ class _Streamed(_Routed):
                     raise
             except asyncio.CancelledError:
                 if not flight.replaced(inner):
+                    flight.give_up()
                     raise
             else:
                 if message is grpc.aio.EOF or flight.delivered(inner):
@@ -230,21 +230,33 @@ class _Writable(_Routed):
         """Send one message. Raises AioRpcError, asyncio.InvalidStateError."""
         flight = self._flight
         while True:
-            inner = await flight.current()
+            if isinstance(flight.error, asyncio.CancelledError):
+                raise asyncio.InvalidStateError(FINISHED)
+            inner = await flight.following()
             try:
                 await inner.write(request)
             except (AioRpcError, asyncio.InvalidStateError) as error:
                 if flight.last(inner, error):
                     raise
+            except asyncio.CancelledError:
+                flight.give_up()
+                raise
             else:
                 flight.wrote = True
                 return
 
     async def done_writing(self) -> None:
         """End the requests. Idempotent."""
-        inner = await self._flight.current()
-        self._flight.wrote = True
-        await inner.done_writing()
+        flight = self._flight
+        while not flight.over:
+            inner = await flight.following()
+            try:
+                await inner.done_writing()
+            except grpc.aio.InternalError:  # grpcio's way to say that it is over, for a reason that the status tells
+                await inner.code()
+            if flight.inner is inner or flight.last(inner):
+                flight.wrote = True
+                return
 
 
 class RoutedUnaryUnaryCall(_Answered, grpc.aio.UnaryUnaryCall):  # type: ignore[type-arg]

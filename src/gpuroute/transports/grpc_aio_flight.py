@@ -300,6 +300,14 @@ class Flight:
             await self._changed.wait()
         return self.inner
 
+    async def following(self) -> Any:
+        """Like `current`, for those whose cancellation ends the call."""
+        try:
+            return self.inner or await self.current()
+        except asyncio.CancelledError:
+            self.give_up()
+            raise
+
     def last(self, inner: Any, error: BaseException | None = None) -> bool:
         """True if no other attempt follows this one, which has ended (with `error`)."""
         self.settle(inner)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 SERIALIZING = "Exception serializing request!"  # grpcio's own words
 LOCALLY_CANCELLED = "Locally cancelled by application!"
+FINISHED = "RPC already finished."
 
 
 class EndedCall(grpc.RpcError, grpc.Call, grpc.Future):  # type: ignore[type-arg]

@@ -9,6 +9,7 @@ then replaces the inner call, and readers go on with the new one. Once a message
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from gpuroute.transports.grpc_rpc import Rpc
 
     Start = Callable[[Peer, Rpc], Any]
+
+_LOGGER = logging.getLogger("gpuroute")
 
 
 class Requests:
@@ -56,7 +59,8 @@ class Requests:
         yield self._first
         self.sent = True
         self._first = None
-        yield from self._iterator
+        for message in self._iterator:  # noqa: UP028  (that would close it with this view; the caller may go on with it)
+            yield message
 
 
 class Flight:
@@ -167,7 +171,10 @@ class Flight:
         if not concluded:
             self.launch()
         for callback in callbacks:
-            callback()
+            try:
+                callback()
+            except Exception:  # as grpcio's own calls do: the next ones are called, and who ended the call goes on
+                _LOGGER.exception("a callback of a call that is over raised")
 
     def _rpc_of(self, inner: Any) -> Rpc | None:
         if inner is self.inner:

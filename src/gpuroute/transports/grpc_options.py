@@ -48,7 +48,7 @@ def split_metadata(metadata: Pairs | None) -> tuple[Options, list[tuple[str, Any
     rest: list[tuple[str, Any]] = []
     asked: dict[str, str] = {}
     for pair in metadata:
-        if pair[0].startswith(OURS):
+        if pair[0][: len(OURS)] == OURS:  # names may be bytes
             asked[pair[0].removeprefix(OURS)] = str(pair[1])
         else:
             rest.append(pair)
