@@ -201,6 +201,7 @@ def test_panic_and_retries_still_reach_everybody() -> None:
     kill(pool, "")
     attempt = pool.acquire(Ask(), 0.0)
     assert attempt is not None  # fail open, as without zones
+    attempt.finish(Outcome.CANCELLED, 0.0)
     for state in pool.snapshot.states:
         state.set_cap("ejection", float("inf"))
     tried: set[Any] = {state for state in pool.snapshot.states if state.id.startswith("a")}

@@ -27,7 +27,7 @@ class Phase(IntEnum):
 
 
 READY, SENT, STREAMING, DONE = Phase
-CANCELLED = Outcome.CANCELLED
+CANCELLED, SUCCESS = Outcome.CANCELLED, Outcome.SUCCESS
 
 
 class Attempt:
@@ -36,53 +36,42 @@ class Attempt:
     `whole`: the answer comes in one piece when all of it is generated, so its first byte says little about the prompt.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "ended",
-        "first",
-        "last",
-        "lesson",
-        "number",
-        "outcome",
-        "phase",
-        "promised",
-        "queued",
-        "reached",
-        "reason",
-        "started",
-        "state",
-        "tokens",
-        "uncached",
-        "whole",
-    )
+    # What is not yet, or what few attempts have, is looked up in the class until it is set.
+    number = 1
+    tokens = 0
+    uncached = 0
+    queued = 0.0
+    promised: float | None = None
+    """Seconds to the first token, by its bid."""
+    lesson: tuple[Model, Features] | None = None
+    """What its first token teaches `predictive`."""
+    whole = False
+    reached: Phase = READY
+    first: float | None = None
+    ended: float | None = None
+    outcome: Outcome | None = None
+    reason = ""
 
-    def __init__(self, state: EndpointState, now: float, number: int = 1, tokens: int = 0) -> None:
+    def __init__(self, state: EndpointState, now: float, tokens: int = 0) -> None:
         self.state = state
-        self.started = now
-        self.number = number
-        self.tokens = tokens
-        self.uncached = tokens
-        self.queued = 0.0
-        self.promised: float | None = None  # seconds to the first token, by its bid
-        self.lesson: tuple[Model, Features] | None = None  # what its first token teaches `predictive`
-        self.whole = False
-        self.phase: Phase = READY
-        self.reached: Phase = READY
-        self.first: float | None = None
-        self.last = now
-        self.ended: float | None = None
-        self.outcome: Outcome | None = None
-        self.reason = ""
+        self.started = self.last = now
+        if tokens:
+            self.tokens = self.uncached = tokens
 
     @property
     def endpoint(self) -> Endpoint:
         """The endpoint this attempt goes to."""
         return self.state.endpoint
 
+    @property
+    def phase(self) -> Phase:
+        """How far it is; `reached` says how far it got before it was done."""
+        return self.reached if self.outcome is None else DONE
+
     def sent(self, now: float) -> None:  # noqa: ARG002
         """The request has been written completely: the endpoint may be acting on it."""
         if self.phase is READY:
-            self.phase = self.reached = SENT
+            self.reached = SENT
 
     def awaited(self, now: float) -> None:
         """Its first byte is waited for: the endpoint's silence counts from now on, if it does not already."""
@@ -92,7 +81,7 @@ class Attempt:
     def first_token(self, now: float) -> None:
         """The first byte of the answer has been handed to the caller: this attempt cannot be repeated."""
         if self.phase < STREAMING:
-            self.phase = self.reached = STREAMING
+            self.reached = STREAMING
             self.first = self.last = now
             state = self.state
             state.silent_since = now if state.in_flight else None
@@ -115,12 +104,31 @@ class Attempt:
         state.pool.in_flight.discard(self)
         if outcome.health > 0 or (outcome.health == 0 and not in_flight and not self._unheard(outcome)):
             state.silent_since = now if in_flight else None
-        self.phase = DONE
         self.outcome = outcome
         self.ended = now
         if reason:
             self.reason = reason
         state.teach(self, outcome, now)
+        return True
+
+    def succeed(self, now: float) -> bool:
+        """The whole answer is here, at once: `first_token` and `finish(SUCCESS)` in one step."""
+        state = self.state
+        pool = state.pool
+        try:
+            state.in_flight.remove(self)
+        except KeyError:
+            return False
+        pool.in_flight.discard(self)
+        state.silent_since = now if state.in_flight else None
+        self.outcome = SUCCESS
+        self.ended = now
+        if self.first is None:
+            self.reached = STREAMING
+            self.first = self.last = now
+            state.answered(self, now)
+        else:
+            state.teach(self, SUCCESS, now)
         return True
 
     def _unheard(self, outcome: Outcome) -> bool:

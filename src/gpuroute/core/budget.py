@@ -16,21 +16,23 @@ ROUNDING = 1e-9  # ten deposits of a tenth pay for one
 class Recent:
     """Sums of the last minute, by second: adding is one store, so that a call which needs no budget pays for none.
 
-    Not locked: an addition that gets lost under a race is one call that earned nothing.
+    Calls do what `add` does by themselves. Not locked: an addition that gets lost under a race is one call that earned
+    nothing.
     """
 
-    __slots__ = ("_next", "_second", "_sums")
+    __slots__ = ("_second", "_sums", "sum", "until")
 
     def __init__(self) -> None:
+        self.sum = 0.0  # of the present second
+        self.until = 1.0  # when that is over
         self._second = 0
-        self._next = 1.0  # when that second is over
         self._sums = [0.0] * SECONDS
 
     def add(self, now: float, amount: float) -> None:
         """Count `amount`; a clock that stepped back counts for the latest second."""
-        if now >= self._next:
-            self._pass_to(int(now))
-        self._sums[self._second % SECONDS] += amount
+        if now >= self.until:
+            self.pass_to(now)
+        self.sum += amount
 
     def within(self, now: float, seconds: int) -> float:
         """The sum of the present second and those before it, `seconds` in all (at most 64)."""
@@ -38,13 +40,16 @@ class Recent:
         # Summed afresh: subtracting what expires would let rounding errors drift for ever.
         end, sums = self._second % SECONDS + 1, self._sums
         start = end - seconds
-        return sum(sums[start:end]) if start >= 0 else sum(sums[:end]) + sum(sums[start:])
+        return self.sum + (sum(sums[start:end]) if start >= 0 else sum(sums[:end]) + sum(sums[start:]))
 
-    def _pass_to(self, second: int) -> None:
+    def pass_to(self, now: float) -> None:
+        """Begin the second of this moment."""
+        second, amount, self.sum = int(now), self.sum, 0.0
+        self._sums[self._second % SECONDS] += amount
         # A long idle gap clears each second once, not once per elapsed second.
         for passed in range(self._second + 1, min(second, self._second + SECONDS) + 1):
             self._sums[passed % SECONDS] = 0.0
-        self._second, self._next = second, second + 1.0
+        self._second, self.until = second, second + 1.0
 
 
 class Budget:

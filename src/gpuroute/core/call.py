@@ -19,8 +19,8 @@ import math
 from typing import TYPE_CHECKING
 
 from gpuroute.core.attempt import READY, SENT, STREAMING, Attempt, Phase
-from gpuroute.core.candidates import Ask
-from gpuroute.core.hedge import LAST_PATIENCE, can_move, due_after, second_attempt
+from gpuroute.core.candidates import NOTHING_ASKED, Ask
+from gpuroute.core.hedge import due_after, patience_with, second_attempt
 from gpuroute.core.outcome import Outcome
 from gpuroute.core.seconds import Soonest
 from gpuroute.core.story import tell, why_nobody
@@ -40,10 +40,13 @@ SUCCESS = Outcome.SUCCESS
 class Call:
     """Owned by one task or thread. Times are monotonic seconds. Without a `timeout` the pool's own holds."""
 
-    __slots__ = (
-        "_tried", "ask", "attempts", "deadline", "hedging", "history", "not_before", "pool", "replayable", "started",
-        "unanswered", "work",
-    )  # fmt: skip
+    # What few calls need is looked up in the class until it is set.
+    ask = NOTHING_ASKED
+    deadline = INF
+    not_before = -INF
+    work = 1.0
+    unanswered = 0
+    _tried: Tried | None = None
 
     def __init__(
         self,
@@ -54,23 +57,30 @@ class Call:
         attempts: int | None = None,
         replayable: bool = True,
     ) -> None:
+        rules, arrivals = pool.rules, pool.arrivals
         self.pool = pool
-        ask = self.ask = ask or Ask()
-        self.started = self.not_before = now
-        limit = pool.rules.timeout if timeout is None else timeout
-        self.deadline = INF if limit is None else now + limit
-        self.attempts = pool.rules.retry.attempts if attempts is None else attempts
+        self.started = now
+        if timeout is None:
+            timeout = rules.timeout
+        if timeout is not None:
+            self.deadline = now + timeout
+        self.attempts = rules.retry.attempts if attempts is None else attempts
         self.replayable = replayable
-        self.hedging = pool.rules.hedge
+        self.hedging = rules.hedge
         self.history: list[Attempt] = []
-        self._tried: Tried | None = None
-        self.unanswered = 0
         signals = pool.shared.signals
         signals.calls += 1
-        signals.keyless += ask.key is None and not ask.ladder
-        self.work = pool.work(ask.tokens)
-        pool.late *= 0.98
-        pool.arrivals.add(now, self.work)
+        if ask is None:
+            ask = pool.blank or Ask()
+        if ask is not NOTHING_ASKED:
+            self.ask = ask
+            self.work = pool.work(ask.tokens)
+            signals.keyed += ask.key is not None or bool(ask.ladder)
+        if pool.late:
+            pool.late *= 0.98
+        if now >= arrivals.until:
+            arrivals.pass_to(now)
+        arrivals.sum += self.work
 
     @property
     def tried(self) -> Tried:
@@ -100,7 +110,7 @@ class Call:
         Empty when the policy does not compare seconds or nobody has an agent. At most six.
         """
         picker = self.pool.snapshot.picker
-        if not isinstance(picker, Soonest):
+        if not isinstance(picker, Soonest) or self.ask is NOTHING_ASKED:  # the policy is newer than the call
             return ()
         states, tried = picker.candidates(self.ask), self.tried
         return [s for s in states if s.endpoint.agent and s.admitted and s not in tried] if len(states) > 1 else ()
@@ -110,16 +120,18 @@ class Call:
 
         Raises DeadlineExceeded if no time is left, NoEndpointAvailable if no endpoint may take it.
         """
-        if now >= self.deadline:
-            self.pool.shared.signals.deadlines += 1
-            raise DeadlineExceeded(self._story(f"deadline exceeded after {now - self.started:.3f} s"))
         pool, history = self.pool, self.history
-        attempt = pool.acquire(self.ask, now, self.tried if history else (), history)
+        signals = pool.shared.signals
+        if now >= self.deadline:
+            signals.deadlines += 1
+            raise DeadlineExceeded(self._story(f"deadline exceeded after {now - self.started:.3f} s"))
+        again = bool(history)
+        attempt = pool.acquire(self.ask, now, self.tried if again else (), history)
         if attempt is None:
             raise self._nobody(now)
-        signals = pool.shared.signals
         signals.attempts += 1
-        signals.retries += attempt.number > 1
+        if again:
+            signals.retries += 1
         return attempt
 
     def finish(
@@ -147,12 +159,8 @@ class Call:
             attempt.state.pause(now + rules.pause(retry_after, self.pool.shared.random))
         if outcome.health < 0:
             self.tried.failed(attempt.state)
-        answered = answered or outcome is Outcome.OVERLOADED  # who says "busy" was not killed by this request
-        if (
-            not outcome.retryable
-            or self.is_live
-            or not self._may_repeat(SENT if resumable else reached, answered=answered or resumable)
-        ):
+        spoke = answered or resumable or outcome is Outcome.OVERLOADED  # who says "busy" was not killed by this request
+        if not outcome.retryable or self.is_live or not self._may_repeat(SENT if resumable else reached, answered=spoke):
             return False
         self.pool.shared.signals.continuations += resumable
         return self._schedule(reached, outcome, now)
@@ -169,15 +177,7 @@ class Call:
 
         Four times as many, and 10 at least, if nobody else could take the call: a late answer is better than none.
         """
-        rules = self.pool.rules.watchdog
-        usual = rules.first_byte(attempt, len(self.pool.snapshot.routable))
-        hangs = attempt.state.stalls >= rules.eject_after
-        if hangs:  # whoever else waits there need not wait longer
-            usual = min(usual, rules.first_floor_s)
-        if usual != INF and self.deadline != INF:
-            usual = min(usual, rules.within(attempt, self.deadline - attempt.started))
-        moves = usual == INF or can_move(self, attempt.started + usual)
-        return usual if moves else max(0.0 if hangs else rules.last_floor_s, LAST_PATIENCE * usual)
+        return patience_with(self, attempt)
 
     def gap_patience(self, attempt: Attempt) -> float:
         """Seconds of silence within this attempt's stream that are still normal."""

@@ -73,6 +73,19 @@ def can_move(call: Call, now: float) -> bool:
     return paid and call.elsewhere()
 
 
+def patience_with(call: Call, attempt: Attempt) -> float:
+    """Seconds, from its start, that an attempt may be without a first byte before it counts as hung."""
+    rules = call.pool.rules.watchdog
+    usual = rules.first_byte(attempt, len(call.pool.snapshot.routable))
+    hangs = attempt.state.stalls >= rules.eject_after
+    if hangs:  # whoever else waits there need not wait longer
+        usual = min(usual, rules.first_floor_s)
+    if usual != math.inf and call.deadline != math.inf:
+        usual = min(usual, rules.within(attempt, call.deadline - attempt.started))
+    moves = usual == math.inf or can_move(call, attempt.started + usual)
+    return usual if moves else max(0.0 if hangs else rules.last_floor_s, LAST_PATIENCE * usual)
+
+
 def due_after(call: Call, attempt: Attempt) -> float:
     """Seconds after the start of an attempt when a second one is due beside it; infinite when both ways are off."""
     rules = call.hedging

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from gpuroute.core.attempt import Attempt
+    from gpuroute.core.state import EndpointState
 
 SPREAD_FLOOR = 0.25  # e^0.25: even a steady endpoint varies by a quarter
 ENOUGH = 20  # below that many samples nothing is called abnormal
@@ -38,10 +39,12 @@ class LogMean:
         step = 1.0 / count
         if step < self.alpha:
             step = self.alpha
-        off = log - self.mean
-        self.mean += step * off
+        mean = self.mean
+        off = log - mean
+        self.mean = mean + step * off
         if count > 1:
-            self.spread += step * (abs(off) - self.spread)
+            spread = self.spread
+            self.spread = spread + step * (abs(off) - spread)
 
     @property
     def typical(self) -> float:
@@ -66,10 +69,13 @@ class History:
         self.gap = LogMean(0.01)
 
 
-def learn_first_byte(own: History, common: History, attempt: Attempt, seconds: float) -> None:
+def learn_first_byte(state: EndpointState, attempt: Attempt, seconds: float) -> None:
     """The time to a first byte, for an endpoint and its pool."""
     if not 0 < seconds < math.inf:
         return
+    own, common = state.history, state.pool.known
+    if own is None:
+        own = state.history = History()
     if attempt.whole:
         log = math.log(seconds)
         own.whole.add_log(log)

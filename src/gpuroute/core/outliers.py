@@ -77,6 +77,7 @@ class Outliers:
     def sweep(self, states: Sequence[EndpointState], pool: PoolState, now: float) -> list[EndpointState]:
         """Eject the outliers among `states` and return them; O(number of endpoints)."""
         self.due_at = now + self.rules.interval_s
+        pool.learn()
         live = {state.id for state in states}
         self._records = {key: record for key, record in self._records.items() if key in live}
         suspects = self._unhealthy(states) | self._slow(states)

@@ -180,17 +180,19 @@ class PowerOfTwo:
     def __init__(self, kit: Kit) -> None:
         self._kit = kit
         self._two = TwoRandom(kit.states, kit.random)
-        self._even = kit.states if self._two.even else ()
+        states = kit.states if len(kit.states) != 1 else kit.states * 2  # one alone is compared with itself
+        self._even = states if self._two.even else ()
 
     def pick(self, ask: Ask, tried: Container[EndpointState] = ()) -> EndpointState | None:
         states, random, size = self._even, self._kit.random, len(self._even)
-        if size < 3 or tried:
+        if not size or tried:
             return self._pick_with_care(self._two(ask), ask, tried)
-        first, second = floor(random() * size), floor(random() * (size - 1))
+        first = floor(random() * size)
         a = states[first]
         load_a = len(a.in_flight)
         if not load_a and a.limit:  # nothing is cheaper: the other one is not even looked at
             return a
+        second = floor(random() * (size - 1))
         b = states[second + (second >= first)]
         load_b = len(b.in_flight)
         if load_a < a.limit and load_b < b.limit:

@@ -43,6 +43,7 @@ POLICIES: dict[str, Callable[[Kit], Picker]] = {
 }
 
 BY_SECONDS = frozenset({"predictive", "auto"})  # the way to an endpoint is among them
+BY_LATENCY = BY_SECONDS | {"least_latency", "weighted_round_robin"}  # what answers took matters to these
 READ_REPORTS = BY_SECONDS | {"queue_depth"}  # what endpoints say of their load matters to these
 
 

@@ -16,6 +16,7 @@ from gpuroute.core.fleet import PoolSpec
 from gpuroute.core.hedge import HedgeRules
 from gpuroute.core.outliers import OutlierRules, Outliers
 from gpuroute.core.placement import Placements
+from gpuroute.core.policies import BY_LATENCY, READ_REPORTS
 from gpuroute.core.ramp import climb, join
 from gpuroute.core.retry import RetryRules
 from gpuroute.core.seconds import Soonest
@@ -23,7 +24,7 @@ from gpuroute.core.shared import Lock, NoLock, PoolState
 from gpuroute.core.snapshot import Snapshot, Survivors
 from gpuroute.core.state import INF, PAUSE, EndpointState
 from gpuroute.core.tried import Tried
-from gpuroute.core.watchdog import WatchdogRules
+from gpuroute.core.watchdog import SUSPICIOUS_S, WatchdogRules
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container
@@ -60,8 +61,8 @@ class Pool:
     """All that is known of one pool. Safe from any thread; `update` calls must not overlap each other."""
 
     __slots__ = (
-        "arrivals", "budget", "hedges", "late", "lock", "mean_tokens", "name", "outliers", "placements", "reroutes",
-        "rules", "shared", "snapshot", "spec", "survivors",
+        "arrivals", "blank", "budget", "hedges", "late", "lock", "mean_tokens", "name", "outliers", "placements",
+        "reroutes", "rules", "shared", "snapshot", "spec", "survivors",
     )  # fmt: skip
 
     def __init__(
@@ -83,6 +84,7 @@ class Pool:
         self.outliers = Outliers(rules.outliers, now)
         self.late = 0.0  # moving share of calls that were due for a reroute
         self.mean_tokens = 0.0
+        self.blank: Ask | None = None  # the ask of all calls that say nothing, if picks note nothing in it
         self.placements = Placements()
         self.survivors = Survivors(self.shared)
         self.snapshot = Snapshot((), policy=rules.policy, random=random)
@@ -110,6 +112,9 @@ class Pool:
             ring=before.picker.ring,
         )
         self.shared.predicts = isinstance(self.snapshot.picker, Soonest) or rules.hedge.reroute
+        self.shared.learn()
+        self.shared.ranks = self.shared.predicts or rules.policy in BY_LATENCY
+        self.blank = None if rules.policy in READ_REPORTS else NOTHING_ASKED
         self.shared.stalling.intersection_update(self.snapshot.states)
         self.shared.wake_at = min(self.shared.wake_at, self.outliers.due_at)
         if before.states:  # endpoints that were there before this process are as warm as they get
@@ -131,13 +136,17 @@ class Pool:
             self.tick(now)
         if ask is not NOTHING_ASKED:
             ask.now, ask.mean_tokens = now, self.mean_tokens
-        state = None if self.rules.panic_share and self._panics() else self.pick(ask, tried)
-        if state is not None and state.silent_since is not None and self.rules.watchdog.suspects(state, now):
-            state = self._unsuspected(state, ask, now, tried)
+        rules, picker = self.rules, self.snapshot.picker
+        panics = rules.panic_share and self._panics()
+        state = None if panics else self.pick(ask, tried) if tried else picker.pick(ask)
+        if state is not None:
+            since = state.silent_since
+            if since is not None and now - since > SUSPICIOUS_S and rules.watchdog.suspects(state, now):
+                state = self._unsuspected(state, ask, now, tried)
         while state is not None:
             attempt = state.acquire(now, tries, ask.tokens)
             if attempt is not None:
-                if self.snapshot.picker.remembers:
+                if picker.remembers:
                     self._placed(ask, attempt)
                 return attempt
             state = self.pick(ask, tried)  # a limit was reached in between: that endpoint is not admitted now
@@ -179,6 +188,7 @@ class Pool:
         `outpaced`: it was merely overtaken by a second attempt, which is half as telling.
         """
         state, rules = attempt.state, self.rules.watchdog
+        self.shared.learn()
         if (state.outpaced() if outpaced else state.stalled(attempt, now)) >= rules.eject_after and rules.enabled:
             with self.lock:
                 self.outliers.eject(attempt.state, self.snapshot.routable, self.shared, now, rules.eject_s)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import deque
+from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 
 from gpuroute.core.breaker import BreakerRules
-from gpuroute.core.history import History
+from gpuroute.core.history import History, learn_first_byte
 from gpuroute.core.hosts import Hosts
+from gpuroute.core.learning import learn_latency
 from gpuroute.core.locality import NOWHERE
 from gpuroute.core.signals import Signals
 from gpuroute.core.speed import Speeds
@@ -44,10 +47,11 @@ class PoolState:
     """What the endpoints of one pool share: live attempts, the next moment something expires, counters, chance."""
 
     __slots__ = (
+        "answered",
         "breaker_rules",
-        "history",
         "hosts",
         "in_flight",
+        "known",
         "limited",
         "locality",
         "lock",
@@ -55,6 +59,7 @@ class PoolState:
         "predicts",
         "ramping",
         "random",
+        "ranks",
         "signals",
         "speeds",
         "stalling",
@@ -76,12 +81,43 @@ class PoolState:
         self.limited: set[EndpointState] = set()
         self.ramping: set[EndpointState] = set()
         self.stalling: set[EndpointState] = set()
-        self.history = History()
+        self.known = History()
+        self.answered: deque[Attempt] = deque()  # whole answers from which nothing was learned yet
+        self.ranks = True  # picks depend on what is learned from them
         self.speeds = Speeds()
         self.locality = NOWHERE
         self.predicts = True  # whether anybody asks `speeds`: counting policies do not
         self.wake_at = INF
         self.signals = Signals()
+
+    @property
+    def history(self) -> History:
+        """What is normal in this pool, and by then also at its endpoints."""
+        if self.answered:
+            self.learn()
+        return self.known
+
+    def learn(self) -> None:
+        """Learn from the answers put off, by their own times: after a wait for a server all code runs cold, and a dozen
+        lessons in a row cost little more than one."""
+        answered = self.answered
+        with suppress(IndexError):  # no more, or another thread was here too
+            while True:
+                attempt = answered.popleft()
+                state, ended = attempt.state, attempt.ended or 0.0
+                seconds = ended - attempt.started
+                learn_first_byte(state, attempt, seconds)
+                learn_latency(state, seconds, ended, failed=False)
+
+    def note_limits(self, state: EndpointState) -> None:
+        """Its caps have changed: the pool wakes up when the next one expires."""
+        moments = state.until.values()
+        with self.lock:
+            if any(until < INF for until in moments):
+                self.limited.add(state)
+                self.wake_at = min(self.wake_at, *moments)
+            else:
+                self.limited.discard(state)
 
     def forget(self, state: EndpointState) -> None:
         """An endpoint is gone for good; what runs there ends by itself."""

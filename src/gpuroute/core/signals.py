@@ -30,8 +30,13 @@ class Signals:
     hedges_denied: int = 0
     reroutes: int = 0
     continuations: int = 0
-    keyless: int = 0
+    keyed: int = 0
+
+    @property
+    def keyless(self) -> int:
+        """Calls with no session key and no known prompt: what most calls are is not counted, but what few are."""
+        return self.calls - self.keyed
 
     def as_dict(self) -> dict[str, int]:
         """A copy, for JSON."""
-        return asdict(self)
+        return {**asdict(self), "keyless": self.keyless}

@@ -1,9 +1,9 @@
 """What a router knows of one endpoint, and the only thing in the core that changes.
 
 Every mechanism that can close an endpoint (breaker, ejection, a pause it asked for, capacity) keeps a cap of its own in
-`caps`; admission is one comparison, `len(in_flight) < limit`, with `limit = min(caps)` (linkerd's gate, Open / Shut /
-Limited(n), is this number). While the limit is infinite nothing locks: `set.add` and `set.remove` are atomic. A finite
-limit is acquired under the state's own lock (8 threads over an unlocked limit of 1 exceeded it 511 times in 1.2 M tries).
+`caps`; admission is one comparison, `len(in_flight) < limit`, with `limit = min(caps)` (linkerd's gate is this number).
+While the limit is infinite nothing locks: `set.add` and `set.remove` are atomic. A finite limit is acquired under the
+state's own lock (8 threads over an unlocked limit of 1 exceeded it 511 times in 1.2 M tries).
 """
 
 from __future__ import annotations
@@ -14,21 +14,23 @@ from typing import TYPE_CHECKING
 from gpuroute.core.attempt import READY, Attempt
 from gpuroute.core.breaker import Breaker, BreakerState
 from gpuroute.core.candidates import UNKNOWN_LATENCY
-from gpuroute.core.history import History, learn_first_byte
+from gpuroute.core.history import learn_first_byte
 from gpuroute.core.hosts import host_of
 from gpuroute.core.learning import learn_attempt, learn_latency
 from gpuroute.core.locality import measure
+from gpuroute.core.outcome import Outcome
 from gpuroute.core.ramp import climb, start_ramp
 
 if TYPE_CHECKING:
     from gpuroute.core.endpoint import Endpoint
-    from gpuroute.core.outcome import Outcome
+    from gpuroute.core.history import History
     from gpuroute.core.report import Queue, Report
     from gpuroute.core.shared import PoolState
     from gpuroute.core.speed import Rate
     from gpuroute.core.trust import Trust
 
 INF = math.inf
+BATCH = 16  # answers put off at most
 BREAKER = "breaker"
 CAPACITY = "capacity"
 PAUSE = "pause"
@@ -51,9 +53,9 @@ class EndpointState:
     way: float  # that without prices: what it takes
 
     def __init__(self, endpoint: Endpoint, pool: PoolState, now: float = 0.0) -> None:
-        self.pool = pool
+        self.pool, self.joined_at = pool, now
         self.in_flight: set[Attempt] = set()
-        self.caps: dict[str, float] = {}
+        self.caps: dict[str, float] = {}  # by reason
         self.until: dict[str, float] = {}
         self.limit: float = INF
         self.lock = pool.make_lock()
@@ -65,14 +67,11 @@ class EndpointState:
         self.report: Report | None = None
         self.round_trip: float | None = None
         self.latency, self.latency_at = UNKNOWN_LATENCY, 0.0  # peak EWMA, log of seconds, and when it was learned
-        self.served = 0
-        self.failed = 0
+        self.served = self.failed = self.ramp_from = 0
         self.stalls = 0.0
         self.silent_since: float | None = None  # calls wait for a sign of life since then
         self.troubled = False
         self.ramp_at: float | None = None
-        self.ramp_from = 0
-        self.joined_at = now
         self.last_error = ""
         self.last_error_at: float | None = None
         self.adopt(endpoint)
@@ -141,7 +140,7 @@ class EndpointState:
 
     def first_token(self, attempt: Attempt, now: float) -> None:
         """An attempt's first byte arrived: learn how long that takes here, per unit of prompt."""
-        self._learn_ttft(attempt, now - attempt.started)
+        learn_first_byte(self, attempt, now - attempt.started)
         if self.pool.predicts:
             learn_attempt(self, attempt, now)
         if attempt.lesson is not None:
@@ -151,17 +150,29 @@ class EndpointState:
             self.stalls = 0.0
             self.pool.stalling.discard(self)
 
+    def answered(self, attempt: Attempt, now: float) -> None:
+        """A whole answer: `first_token` and `teach`, or later (`PoolState.learn`) where nothing depends on it."""
+        pool = self.pool
+        if pool.ranks or self.troubled or self.stalls or self.limit != INF or self.ramp_at is not None:
+            self.first_token(attempt, now)
+            self.teach(attempt, Outcome.SUCCESS, now)
+            return
+        self.served += 1
+        pool.answered.append(attempt)
+        if len(pool.answered) >= BATCH:
+            pool.learn()
+
     def chunk(self, gap: float) -> None:
         """A stream here went on after `gap` seconds."""
         if self.history is not None:
             self.history.gap.add(gap)
-        self.pool.history.gap.add(gap)
+        self.pool.known.gap.add(gap)
 
     def stalled(self, attempt: Attempt, now: float) -> float:
         """An attempt here was silent for longer than is normal; how many in a row that makes."""
         # Silence is a sample too, at least this long: else a pool that slows down would look hung for ever.
         if attempt.first is None:
-            self._learn_ttft(attempt, 2 * (now - attempt.started))
+            learn_first_byte(self, attempt, 2 * (now - attempt.started))
         else:
             self.chunk(2 * (now - attempt.last))
         self.stalls += 1
@@ -174,11 +185,6 @@ class EndpointState:
         self.stalls += 0.5
         self.pool.stalling.add(self)
         return self.stalls
-
-    def _learn_ttft(self, attempt: Attempt, seconds: float) -> None:
-        if self.history is None:
-            self.history = History()
-        learn_first_byte(self.history, self.pool.history, attempt, seconds)
 
     def teach(self, attempt: Attempt, outcome: Outcome, now: float) -> None:
         """Learn from a finished attempt. On success with nothing wrong before, this is all that is done."""
@@ -219,10 +225,12 @@ class EndpointState:
             self._set_cap(BREAKER, cap, self.breaker.reopen_at)
 
     def _admit(self, now: float, history: list[Attempt] | None, tokens: int) -> Attempt:
-        if history is None:
-            attempt = Attempt(self, now, 1, tokens)
-        else:  # its call knows it before it counts: an interrupt in between must not leave load that nobody owns
-            attempt = Attempt(self, now, len(history) + 1, tokens)
+        attempt = Attempt(self, now, tokens)
+        if (
+            history is not None
+        ):  # its call knows it before it counts: an interrupt in between leaves no load without owner
+            if history:
+                attempt.number = len(history) + 1
             history.append(attempt)
         self.in_flight.add(attempt)
         self.pool.in_flight.add(attempt)
@@ -236,13 +244,7 @@ class EndpointState:
             self.caps[name] = cap
             self.until[name] = until
         self.limit = min(self.caps.values(), default=INF)
-        pool = self.pool
-        with pool.lock:
-            if any(until < INF for until in self.until.values()):
-                pool.limited.add(self)
-                pool.wake_at = min(pool.wake_at, *self.until.values())
-            else:
-                pool.limited.discard(self)
+        self.pool.note_limits(self)
 
     def __repr__(self) -> str:
         return f"<EndpointState {self.id} in_flight={len(self.in_flight)} limit={self.limit}>"

@@ -1,6 +1,6 @@
 """`grpc.Channel` over a pool: every RPC goes to the endpoint that the router picks for it.
 
-Blocking calls run the plain loop of `_Unary.with_call`; futures and streams are flown by `grpc_flight`. Both send through
+Blocking calls run the plain loop of `_Method._answer`; futures and streams are flown by `grpc_flight`. Both send through
 the multicallables of one ordinary channel per endpoint.
 """
 
@@ -130,57 +130,51 @@ class _Method(Multicallable):
         credentials: grpc.CallCredentials | None = None,
         wait_for_ready: bool | None = None,
         compression: grpc.Compression | None = None,
-    ) -> tuple[Any, Any]:
-        """The response and, if wanted, the call that gave it."""
-        hub = self.hub
+    ) -> Any:
+        """The response; with the call that gave it, if that is wanted. Attempts in a row until one answers or no other is
+        due."""
+        hub, one, method = self.hub, self._one, self._method
         if hub.known != hub.router.version:
             timeout, plain = self._look(timeout, metadata)
             if plain is not None:
-                return plain[0].with_call(request, timeout, plain[1], credentials, wait_for_ready, compression)  # type: ignore[no-any-return]
+                how = timeout, plain[1], credentials, wait_for_ready, compression
+                return plain[0].with_call(request, *how) if wants_call else plain[0](request, *how)
         body = self._body(request)
-        rpc = Rpc(self, self._peers, body if self._one else None, timeout, metadata, wait_for_ready)
+        rpc = Rpc(self, self._peers, body if one else None, timeout, metadata, wait_for_ready)
         if hub.asker is not None:
             rpc.ask(hub.asker.ask(rpc.call))
         if rpc.races:
-            return self._raced(rpc, body, credentials, compression)
+            return self._raced(wants_call, rpc, body, credentials, compression)
         try:
-            return self._tried(wants_call, rpc, body, credentials, compression)
-        except (NoEndpointAvailable, DeadlineExceeded) as error:
-            raise _told(rpc, error) from None
-        finally:
-            if rpc.attempt is not None:
-                rpc.cancelled()
+            while True:
+                peer = rpc.next()
+                if peer is None:
+                    time.sleep(rpc.wait)
+                    continue
+                send, data = peer.methods.get(method) or peer.bind(method), body if one else body.view()
+                try:
+                    # A call object is asked for only where it is needed.
+                    if peer.deaf > 0 and not wants_call:
+                        answer = send(data, rpc.left, rpc.sending, credentials, None, compression)
+                        rpc.succeeded(None)
+                        return answer
+                    answer = send.with_call(data, rpc.left, rpc.sending, credentials, None, compression)
+                    rpc.succeeded(answer[1].trailing_metadata() if peer.deaf <= 0 else None)
+                    return answer if wants_call else answer[0]
+                except grpc.RpcError as error:
+                    self._go_on(rpc, error, body)
+        except BaseException as error:
+            _leave(rpc, error)
+            raise
 
-    def _tried(self, wants_call: bool, rpc: Rpc, body: Any, credentials: Any, compression: Any) -> tuple[Any, Any]:
-        """Attempts in a row until one answers or no other is due. A call object is asked for only where it is needed."""
-        method = self._method
-        while True:
-            peer = rpc.next()
-            if peer is None:
-                time.sleep(rpc.wait)
-                continue
-            send, data = peer.methods.get(method) or peer.bind(method), body if self._one else body.view()
-            try:
-                if peer.deaf > 0 and not wants_call:
-                    response, call = send(data, rpc.left, rpc.sending, credentials, None, compression), None
-                    rpc.succeeded(None)
-                else:
-                    response, call = send.with_call(data, rpc.left, rpc.sending, credentials, None, compression)
-                    rpc.succeeded(call.trailing_metadata() if peer.deaf <= 0 else None)
-            except grpc.RpcError as error:
-                if not self._goes_on(rpc, error, body):
-                    raise
-            else:
-                return response, call
-
-    def _goes_on(self, rpc: Rpc, error: grpc.RpcError, body: Any) -> bool:
+    def _go_on(self, rpc: Rpc, error: grpc.RpcError, body: Any) -> None:
+        """Learn from a failed attempt; raises its error if it was the last one."""
         trailing: Any = error.trailing_metadata()
         sent = not self._one and body.sent
         if self.hub.closed or not rpc.failed(error.code(), error.details(), trailing, sent):
             rpc.note(error)
-            return False
+            raise error
         rpc.cause = error
-        return True
 
     def _fly(
         self,
@@ -218,23 +212,27 @@ class _Method(Multicallable):
 
         return Flight(rpc, start, None if one else body)
 
-    def _raced(self, rpc: Rpc, body: Any, credentials: Any, compression: Any) -> tuple[Any, grpc.Call]:
+    def _raced(self, wants_call: bool, rpc: Rpc, body: Any, credentials: Any, compression: Any) -> Any:
         """A blocking call that may have a second attempt beside its first."""
         flight = self._flight("future", rpc, body, credentials, compression)
         flight.launch(first=True)
         call = RoutedCall(flight)
         try:
-            return call.result(), call
+            return (call.result(), call) if wants_call else call.result()
         finally:
             call.cancel()
 
 
-def _told(rpc: Rpc, error: NoEndpointAvailable | DeadlineExceeded) -> BaseException:
-    """Why a call ends between two attempts: what the last one said, if nobody is left to ask."""
-    if rpc.cause is None or isinstance(error, DeadlineExceeded):
-        return ended(error)
-    rpc.note(rpc.cause)
-    return rpc.cause
+def _leave(rpc: Rpc, error: BaseException) -> None:
+    """End a call that ends by an error; raises what the last attempt said instead, if nobody is left to ask."""
+    if rpc.attempt is not None:
+        rpc.cancelled()
+    if isinstance(error, DeadlineExceeded) or (isinstance(error, NoEndpointAvailable) and rpc.cause is None):
+        raise ended(error) from None
+    if isinstance(error, NoEndpointAvailable):
+        assert rpc.cause is not None
+        rpc.note(rpc.cause)
+        raise rpc.cause from None
 
 
 # Arguments and results of the four are those of their base classes in `grpc`; `how` is all but the request.
@@ -253,11 +251,11 @@ class UnaryUnary(_Method, grpc.UnaryUnaryMultiCallable):  # type: ignore[type-ar
         compression: grpc.Compression | None = None,
     ) -> Any:
         """The response. Raises grpc.RpcError."""
-        return self._answer(False, request, timeout, metadata, credentials, wait_for_ready, compression)[0]
+        return self._answer(False, request, timeout, metadata, credentials, wait_for_ready, compression)
 
     def with_call(self, request: Any, *how: Any, **named: Any) -> tuple[Any, grpc.Call]:
         """The response and the call that gave it. Raises grpc.RpcError."""
-        return self._answer(True, request, *how, **named)
+        return self._answer(True, request, *how, **named)  # type: ignore[no-any-return]
 
     def future(self, request: Any, *how: Any, **named: Any) -> Any:
         """A call and future; its retries block nobody."""
@@ -277,11 +275,11 @@ class StreamUnary(_Method, grpc.StreamUnaryMultiCallable):  # type: ignore[type-
 
     def __call__(self, request_iterator: Iterator[Any], *how: Any, **named: Any) -> Any:
         """The response. Raises grpc.RpcError."""
-        return self._answer(False, request_iterator, *how, **named)[0]
+        return self._answer(False, request_iterator, *how, **named)
 
     def with_call(self, request_iterator: Iterator[Any], *how: Any, **named: Any) -> tuple[Any, grpc.Call]:
         """The response and the call that gave it. Raises grpc.RpcError."""
-        return self._answer(True, request_iterator, *how, **named)
+        return self._answer(True, request_iterator, *how, **named)  # type: ignore[no-any-return]
 
     def future(self, request_iterator: Iterator[Any], *how: Any, **named: Any) -> Any:
         """A call and future."""
