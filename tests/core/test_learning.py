@@ -122,6 +122,7 @@ def test_small_answers_are_not_worth_asking_for_and_long_ones_are_from_afar() ->
         state = world.state("gpu-0")
         learn_latency(state, seconds, world.clock(), failed=False)
         assert worth_asking(ask, [state], round_trip) is worth
+    assert worth_asking(ask, [state], 0.0), "a coarse clock measures round trips of nothing"
 
 
 @pytest.mark.parametrize(("lost", "at_most"), [(0.0, 0.0), (0.1, 0.02), (0.3, 0.03)])

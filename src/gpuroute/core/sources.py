@@ -149,7 +149,7 @@ def worth_asking(ask: Ask, states: Sequence[EndpointState], round_trip: float) -
     """
     longest = max(state.latency for state in states)
     if longest > UNKNOWN_LATENCY:
-        return longest >= max(SMALL_LOG, math.log(WORTH * round_trip))
+        return longest >= SMALL_LOG and math.exp(longest) >= WORTH * round_trip
     first = states[0]
     seconds = prompt_tokens(ask) * shrunk(first.speed, first.cohort) + first.pool.speeds.mean_wait
     return seconds >= WORTH * round_trip and (seconds >= SMALL_S or round_trip <= NEAR_S)
