@@ -203,9 +203,9 @@ def decode_bid(body: bytes) -> BidBody:
     return BidBody(queued, running, waiting, kv / 0xFFFF, _STATES[state], _known(matched), identity, epoch, prefill)
 
 
-def read_bid(data: bytes, secret: bytes = b"") -> tuple[int, int, int, int, int, int, float, int, int]:
-    """`open_message` and `decode_bid` in one step: identity, engine number, state, running, waiting, queued tokens, KV
-    use, matched tokens (-1: unknown) and epoch. Raises Garbled."""
+def read_bid(data: bytes, secret: bytes = b"") -> tuple[int, int, int, tuple[int, int, int, float, int, int]]:
+    """`open_message` and `decode_bid` in one step: identity, engine number, state, and what a report says of it (running,
+    waiting, queued tokens, KV use, matched tokens or -1, epoch). Raises Garbled."""
     if len(data) != _READ_BID.size or data[:5] != _BID_HEAD:
         raise Garbled(f"not a bid of version {VERSION}")
     if secret and not hmac.compare_digest(data[-TAG:], tag(data[:-TAG], secret)):
@@ -213,7 +213,8 @@ def read_bid(data: bytes, secret: bytes = b"") -> tuple[int, int, int, int, int,
     engine, queued, running, waiting, kv, state, matched, identity, epoch = _READ_BID.unpack(data)
     if state >= len(_STATES):
         raise Garbled(f"state {state} is unknown")
-    return identity, engine, state, running, waiting, queued, kv / 0xFFFF, -1 if matched == UNKNOWN else matched, epoch
+    matched = -1 if matched == UNKNOWN else matched
+    return identity, engine, state, (running, waiting, queued, kv / 0xFFFF, matched, epoch)
 
 
 def decode_take(body: bytes) -> TakeBody:

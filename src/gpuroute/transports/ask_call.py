@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
 NOT_READY_TOKENS = 1_000_000  # what an engine that takes no calls is charged: dearer than any queue, but not excluded
 MOST_AGAIN = 2
-MOST_SLOWER = 4.0  # one round trip counts for at most so many usual ones
 _new = tuple.__new__  # of a NamedTuple: half the price of calling its class
 RARE = 0.002  # where fewer asks are lost of late, nobody is asked again: a short timer costs as much as a datagram
 
@@ -137,12 +136,12 @@ class Asking:
     def _read(self) -> None:
         """Understand what has arrived."""
         asker, asked, bids, started = self._asker, self._asked, self.bids, self.started
-        secret, trip, pool, answers = asker.secret, asker.round_trip, self._call.pool, 0
+        secret, pool, answers, took = asker.secret, self._call.pool, 0, 0.0
         at, far, mean = asker.clock(), bool(pool.shared.locality), pool.mean_tokens
         unread, self._unread = self._unread, []
         for data, source, now in unread:
             try:
-                identity, engine, state_there, running, waiting, queue, kv_usage, matched, epoch = read_bid(data, secret)
+                identity, engine, condition, said = read_bid(data, secret)
             except Garbled:
                 asker.counts.garbled += 1
                 continue
@@ -154,24 +153,18 @@ class Asking:
             if peer.misses:
                 peer.answered()
             answers += 1
-            # A few that are very late say little of the others: most of a whole second would end all asking again.
-            took = now - started
-            most = MOST_SLOWER * trip  # a `min` costs 100 ns
-            trip += 0.05 * (most - trip if took > most else took - trip)
+            took += now - started
             if far:
-                learn_round_trip(state, took)
-            if state_there:  # not ready
-                self._real_queue[state.id] = queue
-                queue += NOT_READY_TOKENS
-            said = at, running, waiting, queue, kv_usage, matched, epoch, peer.sources[state_there]
-            report = _new(Report, said)
-            bids[state.id] = report
-            if not state_there:
-                learn_bid(state, report, mean)
-        asker.round_trip = trip
-        asker.counts.answers += answers
-        if not self._waits:
-            asker.counts.late += answers
+                learn_round_trip(state, now - started)
+            bid = _new(Report, (at, *said, peer.sources[condition]))
+            if condition:  # not ready
+                self._real_queue[state.id] = bid.queued_tokens
+                bid = bid._replace(queued_tokens=bid.queued_tokens + NOT_READY_TOKENS)
+            else:
+                learn_bid(state, bid, mean)
+            bids[state.id] = bid
+        if answers:
+            asker.answered(answers, took / answers, late=not self._waits)
         self.missing = len(asked) - len(bids)
 
     def conclude(self) -> None:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["Asker", "Asking", "asker_of"]
 
 AGAIN_S = 0.001
+MOST_SLOWER = 4.0  # a round trip counts for at most so many usual ones
 NOBODY: Mapping[int, Asked] = {}
 
 
@@ -101,6 +102,14 @@ class Asker:
         """Seconds without an answer after which an ask is sent again, where messages get lost at all: never so early that
         answers are on their way, nor so late that none can come in time."""
         return min(max(AGAIN_S, 3 * self.round_trip), self.timeout / 2)
+
+    def answered(self, count: int, seconds: float, *, late: bool) -> None:
+        """So many answers came, that long after they were asked for on average."""
+        self.counts.answers += count
+        self.counts.late += count if late else 0
+        # A few that are very late say little of the others: most of a whole second would end all asking again.
+        usual = self.round_trip
+        self.round_trip = usual + (1 - 0.95**count) * (min(seconds, MOST_SLOWER * usual) - usual)
 
     # ------------------------------------------------------------------------------------------ for drivers
 
