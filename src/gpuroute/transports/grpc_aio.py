@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -105,6 +106,9 @@ class RoutedAioChannel(Makers, grpc.aio.Channel):
         """Refuse new calls, and end running ones after `grace` seconds. Idempotent."""
         self._hub.close()
         peers = self.peers(asyncio.get_running_loop()).close()
+        for flight in tuple(self._hub.asleep):
+            with suppress(RuntimeError):  # its loop is closed
+                flight.loop.call_soon_threadsafe(flight.wake)
         await asyncio.gather(*(peer.channel.close(grace) for peer in peers))
 
     def _forked(self) -> None:
@@ -113,6 +117,7 @@ class RoutedAioChannel(Makers, grpc.aio.Channel):
         if self._reports is not None:
             self._reports.after_fork()
         self.by_loop = {}
+        self._hub.asleep = set()
 
     async def __aenter__(self) -> Self:
         return self

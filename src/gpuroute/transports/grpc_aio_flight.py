@@ -129,7 +129,8 @@ class Flight:
         try:
             peer = rpc.next()
             if peer is None:
-                self._timer = self.loop.call_later(rpc.wait, self.launch)
+                rpc.hub.asleep.add(self)
+                self._timer = self.loop.call_later(0.0 if rpc.hub.closed else rpc.wait, self.wake)
                 return
             inner = self.send(peer, rpc.left, rpc.sending)
         except (NoEndpointAvailable, DeadlineExceeded) as error:
@@ -137,6 +138,9 @@ class Flight:
             self.end(cause or aio_ended(error))
             return
         except Exception as error:
+            if rpc.hub.closed:
+                self.give_up()
+                return
             rpc.cancelled()
             self.end(error)
             return
@@ -146,6 +150,12 @@ class Flight:
         inner.add_done_callback(self.settle)
         if rpc.races:
             self._hedge_later(inner, rpc)
+
+    def wake(self) -> None:
+        """The wait for the next attempt is over."""
+        if self.rpc is not None:
+            self.rpc.hub.asleep.discard(self)
+        self.launch()
 
     def send(self, peer: Peer, timeout: float | None, metadata: Any, patient: bool | None = None) -> Any:
         """grpcio's own call, begun there."""
@@ -364,6 +374,7 @@ class Flight:
         if self._timer is not None:
             self._timer.cancel()
         if self.rpc is not None:
+            self.rpc.hub.asleep.discard(self)
             self.rpc.cancelled()
         self.end(asyncio.CancelledError())
         return True

@@ -114,6 +114,17 @@ class EndedCall(grpc.RpcError, grpc.Call, grpc.Future):  # type: ignore[type-arg
     __repr__ = __str__
 
 
+class ClosedUnder(EndedCall):
+    """CANCELLED: the channel was closed while the call had no attempt under way. Nobody cancelled the call itself."""
+
+    def __init__(self) -> None:
+        super().__init__(StatusCode.CANCELLED, "Channel closed!")
+
+    def cancelled(self) -> bool:
+        """False."""
+        return False
+
+
 class NoEndpoint(EndedCall, NoEndpointAvailable):
     """UNAVAILABLE: no endpoint of the pool may take the call."""
 

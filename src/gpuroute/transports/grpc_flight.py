@@ -20,7 +20,7 @@ import grpc
 from grpc import StatusCode
 
 from gpuroute.errors import DeadlineExceeded, NoEndpointAvailable
-from gpuroute.transports.grpc_errors import LOCALLY_CANCELLED, EndedCall, Stalled, ended
+from gpuroute.transports.grpc_errors import LOCALLY_CANCELLED, ClosedUnder, EndedCall, Stalled, ended
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -93,6 +93,7 @@ class Flight:
         `first`: who began the call is here, and an exception tells him why it cannot begin.
         """
         with self._changed:
+            self.rpc.hub.asleep.discard(self)
             if self.over:
                 return
             inner = self._cancelled_call() if self._cancelled else self._attempt(first)
@@ -119,12 +120,15 @@ class Flight:
                 return self._start(peer, rpc)
         except (NoEndpointAvailable, DeadlineExceeded) as error:
             return rpc.cause if isinstance(error, NoEndpointAvailable) and rpc.cause else ended(error)
+        except ClosedUnder as error:
+            return error
         except Exception as error:
             rpc.cancelled()
             if first:
                 raise
             return EndedCall(StatusCode.INTERNAL, f"the attempt could not begin: {error}")
-        self._later(rpc.wait, self.launch)
+        rpc.hub.asleep.add(self)
+        self._later(0.0 if rpc.hub.closed else rpc.wait, self.launch)
         return None
 
     @staticmethod
@@ -249,6 +253,7 @@ class Flight:
             if inner is None:
                 if self._timer is not None:
                     self._timer.cancel()
+                self.rpc.hub.asleep.discard(self)
                 inner = self.inner = self._cancelled_call()
                 self._changed.notify_all()
                 done = True

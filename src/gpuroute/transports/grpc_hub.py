@@ -47,8 +47,8 @@ class Hub:
     must take the long way (no view yet, closed, or some of them are not to be routed).
     """
 
-    __slots__ = ("__weakref__", "_methods", "asker", "clock", "closed", "found", "known", "leaves", "may_leave", "pool",
-                 "prompt", "reads", "repeated", "replay", "router", "version")  # fmt: skip
+    __slots__ = ("__weakref__", "_methods", "asker", "asleep", "clock", "closed", "found", "known", "leaves", "may_leave",
+                 "pool", "prompt", "reads", "repeated", "replay", "router", "version")  # fmt: skip
 
     found: Pool
     """The pool, in the version that was looked at."""
@@ -70,6 +70,7 @@ class Hub:
         self.asker: Asker | None = None
         self.version = self.known = NEVER
         self.closed = False
+        self.asleep: set[Any] = set()  # flights that wait for their next attempt; `close` wakes them
         self._methods: dict[tuple[Any, ...], Method] = {}
         watch(router)
 

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 import grpc
 
 from gpuroute.errors import ConfigError
+from gpuroute.transports.grpc_errors import ClosedUnder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterator, Sequence
@@ -84,7 +85,7 @@ class Peer:
 class Peers:
     """The open channels of one routed channel. Safe from any thread."""
 
-    __slots__ = ("_by_id", "_close", "_lock", "_open", "idle", "on_open", "reports", "sweep_at", "version")
+    __slots__ = ("_by_id", "_close", "_lock", "_open", "closed", "idle", "on_open", "reports", "sweep_at", "version")
 
     def __init__(
         self,
@@ -99,12 +100,14 @@ class Peers:
         self._lock = threading.Lock()
         self.sweep_at = 0.0
         self.version = 0
+        self.closed = False
         self.idle = idle
         self.on_open: Callable[[Peer], None] | None = None
         self.reports = reports
 
     def hold(self, endpoint: Endpoint, token: object, now: float) -> Peer:
-        """The channel to an endpoint, kept open until `release(peer, token)`. Raises ConfigError on bad TLS files."""
+        """The channel to an endpoint, kept open until `release(peer, token)`. Raises ConfigError on bad TLS files,
+        ClosedUnder after `close`."""
         while True:
             peer = self._by_id.get(endpoint.id)
             if peer is None or peer.endpoint is not endpoint:
@@ -136,6 +139,7 @@ class Peers:
     def close(self) -> list[Peer]:
         """Forget all peers and hand them to the caller, who ends them."""
         with self._lock:
+            self.closed = True
             peers = list(self._by_id.values())
             self._by_id.clear()
         for peer in peers:
@@ -156,6 +160,8 @@ class Peers:
 
     def _open_peer(self, endpoint: Endpoint) -> Peer:
         with self._lock:
+            if self.closed:
+                raise ClosedUnder
             old = self._by_id.get(endpoint.id)
             if old is not None and _same_server(old.endpoint, endpoint):
                 old.adopt(endpoint)

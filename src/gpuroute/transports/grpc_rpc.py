@@ -22,6 +22,7 @@ from gpuroute.core.outcome import Outcome
 from gpuroute.errors import ConfigError, GpurouteError, NoEndpointAvailable
 from gpuroute.observe import Observer, observer
 from gpuroute.transports.bodies import NO_OPTIONS
+from gpuroute.transports.grpc_errors import ClosedUnder
 from gpuroute.transports.grpc_options import CHOSEN, split_metadata
 from gpuroute.transports.grpc_status import brief, judge, report_in
 from gpuroute.transports.piggyback import learn_load
@@ -128,6 +129,9 @@ class Rpc:
         now = call.started if self.fresh else self.hub.clock()
         self.fresh = False
         if call.history or self.not_before or call.pool.shared.limited:
+            if self.hub.closed:
+                self._end(now)
+                raise ClosedUnder
             wait = max(call.delay(now), self.not_before - now)
             if wait > 0:
                 self.wait = wait
@@ -157,6 +161,10 @@ class Rpc:
                 self._end(now)
                 raise
             return None
+        except BaseException:
+            self._leave(attempt, Outcome.CANCELLED, now)
+            self._end(now)
+            raise
         if attempt.number > 1 or peer.headers or not self.quiet:
             self.sending = self._extended(attempt, peer)
         else:

@@ -23,7 +23,7 @@ from gpuroute.transports.grpc_hub import wire
 from gpuroute.transports.grpc_method import Makers, Multicallable
 from gpuroute.transports.grpc_peers import Peers
 from gpuroute.transports.grpc_rpc import Rpc
-from gpuroute.transports.grpc_watch import STREAMS
+from gpuroute.transports.grpc_watch import LOOK_EVERY_S, STREAMS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -65,12 +65,15 @@ class RoutedChannel(Makers, grpc.Channel):
         self._connectivity.close()
         for peer in self._peers.close():
             peer.channel.close()
+        for flight in tuple(self._hub.asleep):
+            flight.launch()
 
     def _forked(self) -> None:
         self._peers.abandon()
         if self._reports is not None:
             self._reports.after_fork()
         self._connectivity = Connectivity(self._hub, self._peers)
+        self._hub.asleep = set()
 
     def __enter__(self) -> Self:
         return self
@@ -149,7 +152,7 @@ class _Method(Multicallable):
             while True:
                 peer = rpc.next()
                 if peer is None:
-                    time.sleep(rpc.wait)
+                    time.sleep(min(rpc.wait, LOOK_EVERY_S))
                     continue
                 send, data = peer.methods.get(method) or peer.bind(method), body if one else body.view()
                 try:
