@@ -72,7 +72,8 @@ def scan(page: bytes, names: frozenset[str]) -> dict[str, list[Series]]:
 
 def labels_of(text: str) -> dict[str, str]:
     """The labels in the braces of one series."""
-    return {name: re.sub(r"\\(.)", _unescaped, value) for name, value in _LABEL.findall(text)}
+    found = _LABEL.findall(text)
+    return {name: re.sub(r"\\(.)", _unescaped, value) for name, value in found} if "\\" in text else dict(found)
 
 
 def _unescaped(match: re.Match[str]) -> str:
