@@ -132,15 +132,54 @@ def test_silent_agents_are_asked_less_and_less_and_heard_again() -> None:
 
 
 @both
-def test_the_last_answer_is_not_waited_for_long(how: str) -> None:
+@pytest.mark.parametrize("loss", [0.0, 0.01], ids=["patient", "in a hurry"])
+def test_the_last_answer_is_not_waited_for_long(how: str, loss: float) -> None:
     with AgentThread(desks(3)) as agent:
         dead = f"udp://127.0.0.1:{closed_udp_port()}"
         endpoints = [*agent.endpoints()[:1], replace(agent.endpoints()[1], agent=dead)]
         router, asker = router_of(endpoints, ask_timeout="30s")
+        asker.loss = loss
         began = time.monotonic()
         asking = asked(asker, call_of(router), how)
         assert time.monotonic() - began < 10
         assert set(asking.bids) == {"gpu-0"}
+
+
+@both
+def test_an_asking_that_has_all_its_answers_is_forgotten(how: str) -> None:
+    with AgentThread(desks(4)) as agent:
+        router, asker = router_of(agent.endpoints())
+
+        async def some() -> None:
+            waiting = 0
+            for _ in range(5):
+                asking = asker.ask(call_of(router)) if how == "sync" else await asker.ask_async(call_of(router))
+                waiting += asking.missing > 0
+                (line,) = asker._lines if how == "sync" else asker._loops.values()
+                assert len(line.listeners) <= waiting
+
+        asyncio.run(some())
+
+
+def test_threads_hear_bids_by_several_ways_at_once() -> None:
+    """One socket is read by waiting for it, several are polled."""
+    with AgentThread(desks(2)) as agent:
+        first, second = agent.endpoints()
+        router, asker = router_of([first, replace(second, agent="grpc://127.0.0.1:1")], ask_timeout="5s")
+        asker.loss = 0.0
+        assert set(asker.ask(call_of(router)).bids) == {"gpu-0"}
+        (line,) = asker._lines
+        assert len(line.sockets) == 2
+
+
+def test_threads_hear_bids_where_sockets_know_no_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpuroute.transports.ask_lines.TICK", b"")
+    with AgentThread(desks(2)) as agent:
+        router, asker = router_of(agent.endpoints())
+        asker.loss = 0.0
+        assert asker.ask(call_of(router)).bids
+        (line,) = asker._lines
+        assert all(sock.gettimeout() == 0 for sock in line.sockets.values())
 
 
 def test_lost_answers_exclude_nobody() -> None:
