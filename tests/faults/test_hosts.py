@@ -40,6 +40,9 @@ GOOD = {"choices": [{"index": 0, "text": "x", "finish_reason": "stop"}]}
         ("grpc://gpu-1:8000", "gpu-1:8000"),
         ("https://user:secret@gpu-1", "gpu-1"),
         ("http://[::1]:80/a/b", "[::1]:80"),
+        ("gpu-1:8001", "gpu-1:8001"),
+        ("unix:/run/a.sock", "unix:/run/a.sock"),
+        ("unix:///run/b.sock", "unix:///run/b.sock"),
     ],
 )
 def test_the_host_of_an_endpoint(url: str, host: str) -> None:

@@ -51,6 +51,8 @@ class Attempt:
     ended: float | None = None
     outcome: Outcome | None = None
     reason = ""
+    misfit = False
+    """It failed by its endpoint's record (TLS files, names), which says nothing about the host."""
 
     def __init__(self, state: EndpointState, now: float, tokens: int = 0) -> None:
         self.state = state

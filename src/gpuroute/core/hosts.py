@@ -1,7 +1,8 @@
 """Hosts that could not be reached, over all pools of a router: what one pool has found out, the others need not.
 
 Everything else that goes wrong is a matter between one endpoint and one pool: a model that fails does not speak for its
-neighbours. A connection that is refused does: there is nobody, whoever asks.
+neighbours. A connection that is refused does: there is nobody, whoever asks. Certificates that do not fit, or that this
+side cannot use, are a matter of the endpoint's record.
 """
 
 from __future__ import annotations
@@ -34,5 +35,7 @@ class Hosts:
 
 
 def host_of(url: str) -> str:
-    """The host and port of an endpoint's URL, in small letters."""
-    return url.partition("://")[2].partition("/")[0].rpartition("@")[2].lower()
+    """The host and port of an endpoint's URL, in small letters; a Unix socket is a host of its own."""
+    if url.startswith("unix:"):
+        return url
+    return url.rpartition("://")[2].partition("/")[0].rpartition("@")[2].lower()

@@ -196,7 +196,7 @@ class EndpointState:
             self.troubled = True
             self.last_error = attempt.reason or outcome.label
             self.last_error_at = now
-            missed = self.pool.hosts.missed(self.host, now) if attempt.reached is READY else 0
+            missed = self.pool.hosts.missed(self.host, now) if attempt.reached is READY and not attempt.misfit else 0
             with self.lock:
                 self.breaker.failed(attempt, now, self.pool.random, self.in_flight, missed)
                 self._follow_breaker()

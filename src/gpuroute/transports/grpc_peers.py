@@ -203,13 +203,17 @@ def read_address(endpoint: Endpoint) -> Address:
     """The grpc target of an endpoint. Raises ConfigError on a URL that gRPC cannot use."""
     if endpoint.url.startswith("unix:"):
         return Address(endpoint.url, "localhost", secure=False)
-    parts = urlsplit(endpoint.url if "://" in endpoint.url else f"//{endpoint.url}")
-    secure = parts.scheme in SECURE
-    if not parts.hostname or not (secure or parts.scheme in PLAIN) or parts.path not in {"", "/"}:
+    try:
+        parts = urlsplit(endpoint.url if "://" in endpoint.url else f"//{endpoint.url}")
+        host, port = parts.hostname, parts.port
+    except ValueError:  # a port that is none, half of an IPv6 address
+        host = None
+    secure = host is not None and parts.scheme in SECURE
+    if not host or not (secure or parts.scheme in PLAIN) or parts.path not in {"", "/"}:
         raise ConfigError(
             f"endpoint {endpoint.id!r}: expected grpc://HOST:PORT, grpcs://HOST:PORT, http(s)://HOST:PORT or unix:PATH"
         )
-    host, port = parts.hostname, parts.port or (443 if secure else 80)
+    port = port or (443 if secure else 80)
     if ":" in host:
         return Address(f"ipv6:[{host}]:{port}", host, secure)
     numeric = host.replace(".", "").isdigit()
@@ -270,8 +274,14 @@ class Dialer:
 
 def _ssl_credentials(endpoint: Endpoint) -> grpc.ChannelCredentials:
     tls = endpoint.tls
+    if tls.key and not tls.cert:  # of one without the other grpcio dies, and the process with it
+        raise ConfigError(f"endpoint {endpoint.id!r}: its TLS record has a key and no cert")
+    paths = tls.ca, tls.key or tls.cert, tls.cert  # a cert alone holds its key, as for HTTP
     try:
-        ca, key, cert = (Path(path).read_bytes() if path else None for path in (tls.ca, tls.key, tls.cert))
+        ca, key, cert = (Path(path).read_bytes() if path else None for path in paths)
     except OSError as error:
         raise ConfigError(f"endpoint {endpoint.id!r}: TLS file cannot be read: {error.strerror}") from None
+    for name, pem in (("ca", ca), ("key", key), ("cert", cert)):
+        if pem is not None and b"-----BEGIN " not in pem:
+            raise ConfigError(f"endpoint {endpoint.id!r}: its TLS {name} is no PEM file")
     return grpc.ssl_channel_credentials(ca, key, cert)

@@ -157,6 +157,7 @@ class Rpc:
             self.peer = peer = self.peers.hold(attempt.state.endpoint, attempt, now)
         except ConfigError as error:
             self.wait = 0.0
+            attempt.misfit = True
             if not self._leave(attempt, Outcome.FAILED, now, reason=str(error)):
                 self._end(now)
                 raise
@@ -243,6 +244,8 @@ class Rpc:
         unsent = verdict.unsent and not sent
         if not unsent:
             attempt.sent(now)
+        if verdict.misfit:
+            attempt.misfit = True
         spared = verdict.outcome is Outcome.OVERLOADED or self.guarded
         if verdict.stop or (code not in self.hub.repeated and not spared):
             call.replayable = False

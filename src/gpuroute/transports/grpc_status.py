@@ -67,6 +67,7 @@ _OWN = (
 )
 _UNSENT = ("failed to connect to all addresses", "goaway received", "connections to all backends failing")
 _UNSENT_TOO = ("dns resolution failed", "empty address list", "no addresses")
+_MISFIT = ("certificate", "verification check", "security handshaker")  # what it showed, or what it was to see
 _TRANSPORT = ("stream removed", "socket closed", "connection reset", "broken pipe", "ping timeout", "transport closed")
 _NOT_GRPC = "received http2 header with status"  # a proxy or a web server answered
 
@@ -74,7 +75,8 @@ _NOT_GRPC = "received http2 header with status"  # a proxy or a web server answe
 class Verdict(NamedTuple):
     """One ended attempt. `unsent`: no application saw it. `answered`: a server replied, so it lives.
 
-    `retry_after`: seconds the server asked for; `stop`: it asked not to be tried again.
+    `retry_after`: seconds the server asked for; `stop`: it asked not to be tried again. `misfit`: its TLS record
+    was at fault.
     """
 
     outcome: Outcome
@@ -82,6 +84,7 @@ class Verdict(NamedTuple):
     answered: bool = True
     retry_after: float | None = None
     stop: bool = False
+    misfit: bool = False
 
 
 def judge(code: StatusCode, details: str | None, trailing: Metadata) -> Verdict:
@@ -91,7 +94,7 @@ def judge(code: StatusCode, details: str | None, trailing: Metadata) -> Verdict:
     if text and any(part in text for part in _OWN):
         return Verdict(Outcome.REJECTED)
     if code is StatusCode.UNAVAILABLE and any(part in text for part in (*_UNSENT, *_UNSENT_TOO)):
-        return Verdict(outcome, unsent=True, answered=False)
+        return Verdict(outcome, unsent=True, answered=False, misfit=any(part in text for part in _MISFIT))
     if any(code is busy and part in text for busy, part in _BUSY):
         outcome = Outcome.OVERLOADED
     elif _NOT_GRPC in text:

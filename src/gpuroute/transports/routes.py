@@ -263,6 +263,7 @@ class Routes:
 
     def _useless(self, route: Route, attempt: Attempt) -> bool:
         """End an attempt that cannot even connect from here; True if another one is due."""
+        attempt.misfit = True
         again = route.call.finish(attempt, Outcome.FAILED, self.router.clock(), reason="unusable TLS files")
         route.observer.attempt_ended(None, route.call, attempt)
         return again

@@ -276,6 +276,8 @@ class Trip:
             return self.end(Outcome.CANCELLED, name)  # the caller's body, or this process's own limit
         if isinstance(error, library.core.LocalProtocolError):
             return self.end(Outcome.REJECTED, name)
+        if "certificate" in str(error):
+            self.attempt.misfit = True
         return self.end(Outcome.TIMED_OUT if library.is_timeout(error) else Outcome.FAILED, name)
 
     def answered(self, head: Head, body: bytes) -> bool:
