@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
 from random import Random
 from typing import TYPE_CHECKING
@@ -109,8 +110,8 @@ troubles = st.lists(
 @settings(max_examples=25, deadline=None)
 @given(troubles=troubles, policy=st.sampled_from(["p2c", "prefix", "peer:sglang"]), seed=st.integers(0, 99))
 def test_whatever_happens_every_call_ends_once(troubles: list[tuple[float, str, int]], policy: str, seed: int) -> None:
-    value = {"throttle": 0.5, "errors": 0.5, "overload": 2.0}
-    events = tuple(f"{at}:{kind}:{index}:{value.get(kind, 0)}" for at, kind, index in troubles)
+    value = {"throttle": ":0.5", "errors": ":0.5", "overload": ":2"}
+    events = tuple(f"{at}:{kind}:{index}{value.get(kind, '')}" for at, kind, index in troubles)
     meter, sim = run(policy, events=events, timeout=30.0, seed=seed, seconds=10.0)
     ended_once(meter)
     assert len(meter.ttft) + meter.failures == meter.arrivals
@@ -222,16 +223,58 @@ def test_utilisation_and_load_are_sampled() -> None:
     assert sum(result.shares) == pytest.approx(result.extra["requests_per_s"] * SMALL.window)
 
 
-@pytest.mark.parametrize("text", ["4H100", "x", "2xH100@3", "0x", "3xGTX"])
+@pytest.mark.parametrize("timeout", [0.0004, 0.0006, 0.01])
+def test_a_call_may_be_over_before_its_candidates_have_been_asked(timeout: float) -> None:
+    found = simulate(replace(SMALL, timeout=timeout), "auto+asks", 1)
+    assert found.row["success"] == 0.0
+
+
+def test_news_may_take_no_time() -> None:
+    found = simulate(replace(SMALL, reports=Reports(delay=0.0)), "auto+asks", 1)
+    assert found.row["success"] == 1.0
+
+
+@pytest.mark.parametrize(
+    "text", ["4H100", "x", "2xH100@3", "0x", "3xGTX", "2xH100@.", "2xH100*..", "2xH100,", "999999999xH100", "9xA100@-1"]
+)
 def test_a_bad_fleet_is_explained(text: str) -> None:
-    with pytest.raises(ValueError, match=r"fleet|GPU"):
+    with pytest.raises(ValueError, match=r"fleet '.*': |fleet '.*' has no servers|unknown GPU 'GTX'.*known are"):
         parse_fleet(text, Engine())
 
 
-@pytest.mark.parametrize("text", ["5", "5:melt:1", "5:die:", "x:die:1"])
-def test_a_bad_event_is_explained(text: str) -> None:
-    with pytest.raises(ValueError, match=r"event|float"):
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("5", "expected AT:KIND"),
+        ("5:melt:1", "KIND one of die, "),
+        ("5:die:", "servers must look like"),
+        ("5:die:101%", "servers must look like"),
+        ("5:die:-1", "servers must look like"),
+        ("x:die:1", "AT must be seconds"),
+        ("nan:die:1", "AT must be seconds"),
+        ("inf:die:1", "AT must be seconds"),
+        ("-1:die:1", "AT must be seconds"),
+        ("5:die:1:7", "die takes no VALUE"),
+        ("5:throttle:1:1", "VALUE must be the loss of speed, from 0 to below 1"),
+        ("5:throttle:1:nan", "VALUE must be the loss"),
+        ("5:throttle:1:-1", "VALUE must be the loss"),
+        ("5:errors:1:1.5", "VALUE must be the share"),
+        ("5:errors:1:x", "VALUE must be the share"),
+        ("5:overload:1:-1", "VALUE must be the calls"),
+        ("5:outage:1:5", "expected AT:outage::SECONDS"),
+        ("5:outage", "VALUE must be seconds above 0"),
+        ("5:outage::0", "VALUE must be seconds above 0"),
+    ],
+)
+def test_a_bad_event_is_explained(text: str, says: str) -> None:
+    with pytest.raises(ValueError, match=f"^event {text!r}: .*{says}"):
         parse_event(text)
+
+
+@pytest.mark.parametrize("servers", ["10", "3-10", "5-3"])
+def test_an_event_of_servers_that_the_fleet_does_not_have_is_explained(servers: str) -> None:
+    with pytest.raises(ValueError, match=f"die of servers {servers}: the fleet has 0 to 9"):
+        parse_event(f"1:die:{servers}").targets(10, 1)
 
 
 def test_events_name_servers_by_index_range_or_share() -> None:

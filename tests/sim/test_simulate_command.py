@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,7 +18,6 @@ from gpuroute.sim.validate import validate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 BASE = ["simulate", "--fleet", "3xH100", "--clients", "2", "--copies", "1", "--window", "20", "--warmup", "5", "--quiet"]
 
@@ -137,11 +137,13 @@ def test_ray_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert "gpuroute[plot]" in capsys.readouterr().err
 
 
-def test_plot(tmp_path: Path) -> None:
+def test_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib", reason="plots are an extra")
     picture = tmp_path / "p.png"
     assert main([*BASE, "--policy", "p2c", "--plot", str(picture), "--json", str(tmp_path / "r")]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
+    assert main([*BASE, "--plot", str(tmp_path / "p.docx")]) == 2
+    assert "expected a file name that ends in .png, .svg or .pdf" in capsys.readouterr().err
 
 
 def test_table_without_rich(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,7 +164,14 @@ def test_table_without_rich(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         (["--fleet", "nothing"], "fleet 'nothing'"),
         (["--trace", "/no/such/file"], "neither one of"),
         (["--event", "3:melt:1"], "event '3:melt:1'"),
-        (["--clients", "0"], "--clients"),
+        (["--policy", "auto+"], "unknown policy 'auto+'"),
+        (["--policy", ",,"], "--policy=',,': expected names"),
+        (["--event", "3:die:99"], "the fleet has 0 to"),
+        (["--json", "/no/such/directory/x"], "--json='/no/such/directory/x': expected a file in a directory"),
+        (["--csv", "/"], "--csv='/': expected a file"),
+        (["--only", "base"], "expected --suite"),
+        (["--suite", "headline", "--only", "base,nope"], "--only='nope': expected cases of the suite, of headline,"),
+        (["--suite", "headline", "--csv", "x.csv"], "--csv and --plot are of single sweeps"),
         (["--slo", "2"], "expected TTFT,TPOT"),
         (["--slo", "fast,slow"], "expected TTFT,TPOT"),
     ],
@@ -172,6 +181,48 @@ def test_wrong_use_is_one_line(arguments: list[str], message: str, capsys: pytes
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("option", "values", "accepted"),
+    [
+        ("--clients", ["0", "-1", "x", "1.5", "99999999999"], "a whole number of at least 1 and at most 100000"),
+        ("--copies", ["0", "99999999999"], "a whole number of at least 1"),
+        ("--seeds", ["0", "99999999999"], "a whole number of at least 1"),
+        ("--jobs", ["0", "-1", "99999999999"], "a whole number of at least 1"),
+        ("--max-num-seqs", ["0"], "a whole number of at least 1"),
+        ("--max-num-batched-tokens", ["99999999999"], "a whole number of at least 1"),
+        ("--dram-tokens", ["-1"], "a whole number of at least 0"),
+        ("--subset", ["-1", "auto"], "a whole number of at least 0"),
+        ("--window", ["0", "-1", "nan", "inf"], "a duration above 0"),
+        ("--warmup", ["-1", "nan"], "a duration such as 0s"),
+        ("--timeout", ["0", "-1"], "a duration above 0"),
+        ("--network-delay", ["-1", "nan", "inf"], "a duration such as 0s"),
+        ("--report-loss", ["-0.1", "1.1", "nan", "10%"], "a number from 0 to 1"),
+        ("--coverage", ["inf", "2"], "a number from 0 to 1"),
+        ("--foreign", ["-1"], "a number from 0 to 1"),
+        ("--scale-h", ["0", "-1", "nan", "inf"], "a number above 0 and at most 1000"),
+    ],
+)
+def test_numbers_that_make_no_sense_are_refused(
+    option: str, values: list[str], accepted: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for value in values:
+        with pytest.raises(SystemExit) as caught:
+            main(["simulate", f"{option}={value}"])
+        assert caught.value.code == 2
+        assert f"argument {option}: {value!r}: expected {accepted}" in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_written_after_all_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    assert main([*BASE, "--csv", str(tmp_path / "x.csv")]) == 2
+    assert "x.csv' cannot be written: No space left on device" in capsys.readouterr().err
 
 
 def test_ctrl_c_keeps_what_is_done() -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from gpuroute.sim.run import Scenario, simulate
 from gpuroute.sim.traces import Request, Trace, load_trace
 
 if TYPE_CHECKING:
@@ -68,24 +69,114 @@ def test_own_csv_and_jsonl(tmp_path: Path) -> None:
     assert load_trace(str(table)).rows == load_trace(str(lines)).rows == expected
 
 
+HEAD = "at,prompt_tokens,output_tokens\n"
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("at,prompt_tokens\n1,2\n", "record 1: .*output_tokens"),
-        ("at,prompt_tokens,output_tokens\n1,2,3\nx,2,3\n", "record 2"),
-        ("at,prompt_tokens,output_tokens\n", "no requests"),
+        (f"{HEAD}1,2,3\nx,2,3\n", "record 2: at is 'x'; expected a number or a date"),
+        (f"{HEAD}1,2,3\nnan,2,3\n", "record 2: at is 'nan'; expected a number"),
+        (f"{HEAD}inf,2,3\n", "record 1: at is 'inf'; expected a number"),
+        (f"{HEAD}1,-2,3\n", "record 1: prompt_tokens is '-2'; expected a whole number of tokens"),
+        (f"{HEAD}1,2.5,3\n", "record 1: prompt_tokens is '2.5'; expected a whole number of tokens"),
+        (f"{HEAD}1,2,{9**30}\n", "record 1: output_tokens is .*; expected a whole number of tokens, at most"),
+        (f"{HEAD}1,2\n", "record 1: output_tokens is 'None'; expected"),
+        (HEAD, "no requests"),
+        ("", "no requests"),
+        ('{"at": 1, "prompt_tokens": 1, "output_tokens": 1}\n{bad\n', "record 2: .*line 1 column 2"),
+        ('{"at": 1, "prompt_tokens": 1, "output_tokens": 1}\n[1]\n', "record 2: expected a JSON object"),
+        (
+            '{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": "abc"}',
+            "hash_ids is 'abc'; expected whole",
+        ),
+        (
+            '{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": [1, null]}',
+            "record 1: hash_ids is .*None",
+        ),
+        ('{"timestamp": "x", "input_length": 1, "output_length": 1, "hash_ids": []}', "record 1: timestamp is 'x'"),
+        ('{"at": 0, "prompt_tokens": 1, "output_tokens": 1, "blocks": 5}', "record 1: blocks is '5'; expected whole"),
+        ('{"at": 0, "prompt_tokens": 1, "output_tokens": 1, "blocks": [1.5]}', "record 1: blocks is "),
+        ('{"at": 0, "prompt_tokens": 1, "output_tokens": 1, "session": "z"}', "record 1: session is "),
+        ('{"a":' * 100_000, "record 1: "),
+        ('{"clients": []}', "no ServeGen file: KeyError 'window_s'"),
+        ('{"clients": 5, "window_s": 60}', "no ServeGen file: TypeError"),
+        ('{"clients": [{"id": 1}], "window_s": 60}', "no client has token lengths"),
+        ('{"clients": [{"id": 1}], "window_s": 0}', "window_s is 0.0; expected seconds above 0"),
     ],
 )
 def test_a_bad_file_says_where(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "bad.csv"
     file.write_text(text)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(
+        ValueError, match=f"^trace bad.csv.*: .*{message}|^trace bad.csv: {message}|^trace bad.csv, {message}"
+    ):
         load_trace(str(file))
+
+
+@pytest.mark.parametrize(
+    "window", [[1, 1, "G", 0, 1], [1, 1, "W", 1, -1], [1, 1, "G", 1, 1e-9], [1, 1, "W", 1, 1e-9], [1]]
+)
+def test_a_servegen_window_that_cannot_be_does_not_go_on_for_ever(tmp_path: Path, window: list) -> None:
+    tokens = {"input_tokens": {"q": [100, 200]}, "output_tokens": {"q": [10, 10]}}
+    data = {"window_s": 600, "quantile_points": [0, 100], "clients": [{"id": 3, "win": [window], "tok": tokens}]}
+    file = tmp_path / "s.json"
+    file.write_text(json.dumps(data))
+    with pytest.raises(
+        ValueError, match=r"trace s.json: (a window has shape|more than 10000000 calls|it is no ServeGen|not enough values)"
+    ):
+        load_trace(str(file), seconds=600)
+
+
+@pytest.mark.parametrize(
+    ("name", "data"), [("a.gz", b"no gzip"), ("b.gz", gzip.compress(b"at" * 999, mtime=0)[:-9]), ("c.csv", b"\xff")]
+)
+def test_a_file_that_is_no_text_says_so(tmp_path: Path, name: str, data: bytes) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(ValueError, match=f"trace {name}: expected (gzip of )?UTF-8 text: "):
+        load_trace(str(tmp_path / name))
+
+
+@pytest.mark.parametrize("rows", ["5,10,10\n", "5,10,10\n5,10,10\n"])
+def test_a_trace_of_one_moment_is_not_repeated_a_billion_times(tmp_path: Path, rows: str) -> None:
+    file = tmp_path / "short.csv"
+    file.write_text(HEAD + rows)
+    with pytest.raises(ValueError, match=r"short.csv repeats \d calls every 1e-09 s: .*expected at most 1e\+08"):
+        simulate(Scenario(trace=str(file), fleet="2xH100", clients=1, window=5.0, warmup=0.0), "p2c", 1)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "rate=0",
+        "rate=-1",
+        "rate=nan",
+        "rate=inf",
+        "rate",
+        "prompt=0",
+        "output=inf",
+        "sigma=-1",
+        "groups=1e12",
+        "shared=-1",
+    ],
+)
+def test_a_number_that_no_generator_can_use_is_explained(option: str) -> None:
+    name = option.partition("=")[0]
+    with pytest.raises(ValueError, match=f"synthetic trace: '{option}': expected {name}= and a number from "):
+        load_trace(f"synthetic:{option}")
+
+
+def test_more_calls_than_memory_can_hold_are_refused() -> None:
+    with pytest.raises(ValueError, match="more than 10000000 calls would be generated"):
+        load_trace("synthetic:rate=1e6", seconds=3600)
 
 
 def test_an_unknown_source_names_the_known_ones() -> None:
     with pytest.raises(ValueError, match="mooncake"):
         load_trace("nowhere")
+    with pytest.raises(ValueError, match="neither one of mooncake"):
+        load_trace("syntheticus:rate=1")
 
 
 def test_servegen_follows_its_windows(tmp_path: Path) -> None:

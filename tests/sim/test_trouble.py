@@ -16,7 +16,7 @@ from gpuroute.sim.loop import Simulation
 from gpuroute.sim.measure import Meter
 from gpuroute.sim.reports import Piggyback, Reports
 from gpuroute.sim.run import Scenario, simulate
-from gpuroute.sim.traces import synthetic
+from gpuroute.sim.traces import load_trace
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -61,7 +61,7 @@ class World:
         watchdog: bool = False,
     ) -> None:
         self.log = Log(warmup, seconds - warmup)
-        calls = synthetic(trace, seed=1, seconds=seconds).superpose(1, 1, seconds)
+        calls = load_trace(f"synthetic:{trace}", seed=1, seconds=seconds).superpose(1, 1, seconds)
         happens = [parse_event(text) for text in events]
         self.sim = Simulation(parse_fleet(fleet, Engine()), calls, meter=self.log, events=happens, seed=1)
         self.clients = core_clients(self.sim, clients, policy, 1, reports=reports, watchdog=watchdog)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import ipaddress
 import re
 from contextlib import suppress
@@ -11,23 +10,16 @@ from urllib.parse import urlsplit
 
 from gpuroute.agent.health import HUNG_AFTER_S
 from gpuroute.agent.warmup import PASSES
+from gpuroute.cli.values import count, typed
 from gpuroute.errors import ConfigError
 from gpuroute.forms import DURATION, DURATION_OR_ZERO, URL, Form
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Callable
 
 TEXTS = ("model", "version", "zone", "region")
 """Fields of the record that have an option of their own."""
-
-
-def _counted(least: int) -> Form[int]:
-    def parse(text: str) -> int:
-        if not re.fullmatch(r"[0-9]{1,15}", text.strip()) or int(text) < least:
-            raise ValueError(text)
-        return int(text)
-
-    return Form(f"a whole number of at least {least}", parse)
 
 
 def _ttl(text: str) -> float:
@@ -39,20 +31,8 @@ def _ttl(text: str) -> float:
     return seconds
 
 
-NONE_OR_MORE, ONE_OR_MORE = _counted(0), _counted(1)
+NONE_OR_MORE, ONE_OR_MORE = count(0), count(1)
 TTL = Form("a duration from 1s to 24h", _ttl)
-
-
-def _of(form: Form[Any]) -> Callable[[str], Any]:
-    """A form as the type of an option, so that a bad value is answered with what is accepted."""
-
-    def parse(text: str) -> Any:
-        try:
-            return form.parse(text)
-        except (ValueError, TypeError):
-            raise argparse.ArgumentTypeError(f"{text!r}: expected {form.accepts}") from None
-
-    return parse
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
@@ -73,14 +53,14 @@ def _engine(add: Callable[..., Any]) -> None:
     add("--engine", default="auto", help="vllm, sglang, llamacpp, ... (default: found out)")
     add(
         "--kv-tokens",
-        type=_of(NONE_OR_MORE),
+        type=typed(NONE_OR_MORE),
         default=0,
         metavar="N",
         help="size of the KV cache, if the engine does not say",
     )
     add(
         "--dram-tokens",
-        type=_of(NONE_OR_MORE),
+        type=typed(NONE_OR_MORE),
         default=0,
         metavar="N",
         help="tokens of a second cache tier in main memory",
@@ -109,7 +89,7 @@ def _record(add: Callable[..., Any]) -> None:
     add("--registry", help="etcd://h1:2379/prefix to register in (default: GPUROUTE_REGISTRY; none: answer asks only)")
     add(
         "--ttl",
-        type=_of(TTL),
+        type=typed(TTL),
         default="10s",
         metavar="TIME",
         help="how long the record outlives this process (default: %(default)s)",
@@ -133,7 +113,7 @@ def _listening(add: Callable[..., Any]) -> None:
     add("--insecure", action="store_true", help="answer other hosts without a key (GPUROUTE_AGENT_KEY)")
     add(
         "--max-rate",
-        type=_of(ONE_OR_MORE),
+        type=typed(ONE_OR_MORE),
         default=50_000,
         metavar="N",
         help="messages per second taken from one host (default: %(default)s)",
@@ -146,7 +126,7 @@ def _listening(add: Callable[..., Any]) -> None:
 def _judging(add: Callable[..., Any]) -> None:
     add(
         "--warmup",
-        type=_of(NONE_OR_MORE),
+        type=typed(NONE_OR_MORE),
         default=PASSES,
         metavar="N",
         help="requests before it is ready (default: %(default)s)",
@@ -154,14 +134,14 @@ def _judging(add: Callable[..., Any]) -> None:
     add("--warmup-command", default="", metavar="CMD", help="run this instead; ENGINE_URL is set, exit code 0 is warm")
     add(
         "--drain",
-        type=_of(DURATION_OR_ZERO),
+        type=typed(DURATION_OR_ZERO),
         default=60.0,
         metavar="TIME",
         help="longest wait for running calls (default: 60s)",
     )
     add(
         "--hung-after",
-        type=_of(DURATION),
+        type=typed(DURATION),
         default=HUNG_AFTER_S,
         metavar="TIME",
         help="work that stands still this long is hung (default: 10s)",

@@ -14,7 +14,9 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gpuroute.cli.values import count, number, typed
 from gpuroute.errors import ConfigError
+from gpuroute.forms import DURATION, DURATION_OR_ZERO, parse_duration
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -50,50 +52,65 @@ def add_parser(subparsers: Any) -> None:
     _add_output(parser)
 
 
+SECONDS, SECONDS_OR_NONE = typed(DURATION), typed(DURATION_OR_ZERO)
+SHARE = typed(number(0, 1))
+FACTOR = typed(number(0, 1_000, above=True))
+
+
 def _add_scenario(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--trace", default="mooncake", help="mooncake, azure-conv, synthetic:rate=5,prompt=1000,..., or a file; repeats")
     add("--fleet", default="16xH100", help="e.g. 256xH100 or 40xH100*2,10xL40S@0.5 (@: relative speed, *: weight)")
     add("--policy", default="p2c,auto,oracle", help="comma-separated, see below")
-    add("--clients", type=int, default=32, help="independent client processes")
-    add("--copies", type=int, default=5, help="shifted, re-salted copies of the trace laid over each other")
-    add("--window", type=float, default=60.0, help="seconds measured")
-    add("--warmup", type=float, default=20.0, help="seconds before that")
-    add("--dram-tokens", type=int, default=0, help="second cache tier per GPU")
-    add("--max-num-seqs", type=int, default=256)
-    add("--max-num-batched-tokens", type=int, default=2048)
-    add("--common-blocks", type=int, default=0, help="block ids below this are common to all copies")
-    add("--subset", type=int, default=0, help="each client sees only so many endpoints (0: all)")
+    add("--clients", type=typed(count(1, 100_000)), default=32, help="independent client processes")
+    add(
+        "--copies",
+        type=typed(count(1, 100_000)),
+        default=5,
+        help="shifted, re-salted copies of the trace laid over each other",
+    )
+    add("--window", type=SECONDS, default=60.0, help="seconds measured")
+    add("--warmup", type=SECONDS_OR_NONE, default=20.0, help="seconds before that")
+    add("--dram-tokens", type=typed(count(0)), default=0, help="second cache tier per GPU")
+    add("--max-num-seqs", type=typed(count(1, 65_536)), default=256)
+    add("--max-num-batched-tokens", type=typed(count(1, 1_048_576)), default=2048)
+    add("--common-blocks", type=typed(count(0)), default=0, help="block ids below this are common to all copies")
+    add("--subset", type=typed(count(0)), default=0, help="each client sees only so many endpoints (0: all)")
     add("--no-reroute", action="store_true", help="auto without asks never moves a queued call")
     add("--watchdog", action="store_true", help="core policies give up silent attempts, as production does")
-    add("--foreign", type=float, default=0.0, help="share of calls of clients without a router, spread at random")
+    add("--foreign", type=SHARE, default=0.0, help="share of calls of clients without a router, spread at random")
     add("--sticky", action="store_true", help="a conversation stays with one client")
-    add("--seeds", type=int, default=1, help="number of seeds, from --seed on")
+    add("--seeds", type=typed(count(1, 10_000)), default=1, help="number of seeds, from --seed on")
     add("--seed", type=int, default=1)
 
 
 def _add_trouble(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--event", action="append", default=[], metavar="AT:KIND:SERVERS[:VALUE]")
-    add("--timeout", type=float, default=inf, help="seconds per call")
-    add("--network-delay", type=float, default=0.0005, help="one way, seconds")
-    add("--handshake", type=float, default=0.0, help="seconds for a client's first contact with a server")
-    add("--report-delay", type=float, default=0.0005, help="one way, seconds")
-    add("--report-loss", type=float, default=0.0, help="share of reports and asks that get lost")
-    add("--report-stale", type=float, default=0.0, help="age of a report when it leaves, seconds")
-    add("--report-frozen-at", type=float, default=inf, help="from then on reports repeat what was true at that time")
-    add("--report-frozen-share", type=float, default=1.0, help="share of servers whose agents freeze then")
-    add("--coverage", type=float, default=1.0, help="share of servers that answer asks")
-    add("--liars", type=float, default=0.0, help="share of agents that always say idle")
-    add("--cache-error", type=float, default=0.0, help="agents misjudge the cached prefix by up to that share")
-    add("--scale-h", type=float, default=1.0, help="factor on the step model's h; --scale-a, --scale-k likewise")
-    add("--scale-a", type=float, default=1.0)
-    add("--scale-k", type=float, default=1.0)
+    add("--timeout", type=SECONDS, default=inf, help="seconds per call")
+    add("--network-delay", type=SECONDS_OR_NONE, default=0.0005, help="one way, seconds")
+    add("--handshake", type=SECONDS_OR_NONE, default=0.0, help="seconds for a client's first contact with a server")
+    add("--report-delay", type=SECONDS_OR_NONE, default=0.0005, help="one way, seconds")
+    add("--report-loss", type=SHARE, default=0.0, help="share of reports and asks that get lost")
+    add("--report-stale", type=SECONDS_OR_NONE, default=0.0, help="age of a report when it leaves, seconds")
+    add(
+        "--report-frozen-at",
+        type=SECONDS_OR_NONE,
+        default=inf,
+        help="from then on reports repeat what was true at that time",
+    )
+    add("--report-frozen-share", type=SHARE, default=1.0, help="share of servers whose agents freeze then")
+    add("--coverage", type=SHARE, default=1.0, help="share of servers that answer asks")
+    add("--liars", type=SHARE, default=0.0, help="share of agents that always say idle")
+    add("--cache-error", type=SHARE, default=0.0, help="agents misjudge the cached prefix by up to that share")
+    add("--scale-h", type=FACTOR, default=1.0, help="factor on the step model's h; --scale-a, --scale-k likewise")
+    add("--scale-a", type=FACTOR, default=1.0)
+    add("--scale-k", type=FACTOR, default=1.0)
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--jobs", type=int, default=1, help="runs side by side, each in a process of its own")
+    add("--jobs", type=typed(count(1, 1_000)), default=1, help="runs side by side, each in a process of its own")
     add("--engine", choices=["local", "ray"], default="local", help="where the runs go; ray needs gpuroute[ray]")
     add("--json", nargs="?", const="-", metavar="FILE", help="rows as JSON (to stdout without FILE)")
     add("--csv", metavar="FILE", help="rows as CSV")
@@ -111,6 +128,7 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the sweep that `args` describe."""
+    _check_files(args)
     if args.validate:
         return _validate(args)
     if args.engine == "ray" and not find_spec("ray"):
@@ -119,10 +137,12 @@ def run(args: argparse.Namespace) -> int:
         return _suite(args)
     from gpuroute.sim.run import sweep
 
-    names = [name.strip() for name in args.policy.split(",") if name.strip()]
+    names = list(dict.fromkeys(name for part in args.policy.split(",") if (name := part.strip())))
     seeds = range(args.seed, args.seed + args.seeds)
-    if args.plot and not find_spec("matplotlib"):
-        raise ConfigError("--plot needs matplotlib: pip install 'gpuroute[plot]'")
+    if not names:
+        raise ConfigError(f"--policy={args.policy!r}: expected names of policies, such as p2c,auto+asks")
+    if args.only:
+        raise ConfigError("--only names cases of a suite: expected --suite")
     try:
         scenario = _scenario(args)
         with _progress(quiet=args.quiet) as tell:
@@ -131,6 +151,19 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(str(error)) from None
     _show(args, results, scenario)
     return 0 if len(results) == len(names) * len(seeds) else 130
+
+
+def _check_files(args: argparse.Namespace) -> None:
+    """What is to be written can be, as far as one can tell before the work."""
+    for option, name in (("--json", args.json), ("--csv", args.csv), ("--plot", args.plot)):
+        if name and name != "-" and (Path(name).is_dir() or not Path(name).absolute().parent.is_dir()):
+            raise ConfigError(f"{option}={name!r}: expected a file in a directory that exists")
+    if args.plot and not find_spec("matplotlib"):
+        raise ConfigError("--plot needs matplotlib: pip install 'gpuroute[plot]'")
+    if args.plot and Path(args.plot).suffix not in {".png", ".svg", ".pdf"}:
+        raise ConfigError(f"--plot={args.plot!r}: expected a file name that ends in .png, .svg or .pdf")
+    if (args.suite or args.validate) and (args.csv or args.plot):
+        raise ConfigError("--suite and --validate print a table or --json: --csv and --plot are of single sweeps")
 
 
 def _suite(args: argparse.Namespace) -> int:
@@ -144,7 +177,10 @@ def _suite(args: argparse.Namespace) -> int:
     _add_trouble(parser)
     _add_output(parser)
     rows, found = SUITES[args.suite], {}
-    cases = [case for case in cases_of(rows) if not args.only or case in args.only.split(",")]
+    wanted = [name for part in args.only.split(",") if (name := part.strip())]
+    if unknown := [name for name in wanted if name not in cases_of(rows)]:
+        raise ConfigError(f"--only={unknown[0]!r}: expected cases of the suite, of {', '.join(cases_of(rows))}")
+    cases = [case for case in cases_of(rows) if not wanted or case in wanted]
     seeds = range(args.seed, args.seed + args.seeds)
     try:
         for case in cases:
@@ -171,10 +207,6 @@ def _scenario(args: argparse.Namespace) -> Scenario:
     from gpuroute.sim.reports import Reports
     from gpuroute.sim.run import Scenario
 
-    if args.clients < 1 or args.copies < 1 or args.window <= 0 or args.warmup < 0 or args.seeds < 1 or args.subset < 0:
-        raise ConfigError(
-            "--clients, --copies, --seeds and --window must be positive, --warmup and --subset not negative"
-        )
     engine = Engine(args.max_num_seqs, args.max_num_batched_tokens, args.dram_tokens)
     return Scenario(
         trace=args.trace,
@@ -211,7 +243,7 @@ def _slo(text: str) -> Slo:
     from gpuroute.sim.measure import Slo
 
     try:
-        ttft, tpot = map(float, text.split(","))
+        ttft, tpot = map(parse_duration, text.split(","))
     except ValueError:
         raise ConfigError(f"--slo={text!r}: expected TTFT,TPOT in seconds, such as 2,0.1") from None
     return Slo(ttft, tpot)
@@ -234,8 +266,11 @@ def _show(args: argparse.Namespace, results: list[Result], scenario: Scenario) -
 def _write(target: str, text: str) -> None:
     if target == "-":
         sys.stdout.write(text)
-    else:
+        return
+    try:
         Path(target).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{target!r} cannot be written: {error.strerror}") from None
 
 
 def _validate(args: argparse.Namespace) -> int:

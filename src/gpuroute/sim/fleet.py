@@ -26,7 +26,17 @@ MODEL: Final = "llama"
 EVENT_KINDS: Final = (
     *("die", "restart", "hang", "recover", "throttle", "join", "drain", "errors", "overload", "outage"),
 )
-_PART = re.compile(r"(?P<count>\d+)x(?P<kind>[A-Za-z0-9_-]+)(?:@(?P<speed>[0-9.]+))?(?:\*(?P<weight>[0-9.]+))?")
+_PART = re.compile(
+    r"(?P<count>\d+)x(?P<kind>[A-Za-z0-9_-]+)(?:@(?P<speed>[0-9]*\.?[0-9]+))?"
+    r"(?:\*(?P<weight>[0-9]*\.?[0-9]+))?"
+)
+MOST_SERVERS: Final = 100_000
+_VALUES: Final = {  # what VALUE is, and its bounds
+    "throttle": ("the loss of speed, from 0 to below 1", 0.0, 1 - 1e-9),
+    "errors": ("the share of calls, from 0 to 1", 0.0, 1.0),
+    "overload": ("the calls above which it answers 503, a whole number", 0.0, 1e9),
+    "outage": ("seconds above 0", 1e-9, 1e9),
+}
 
 
 class Load(NamedTuple):
@@ -141,6 +151,8 @@ def parse_fleet(text: str, engine: Engine) -> list[Server]:
         weight = float(match["weight"] or 1)
         if not 0 < weight <= 1e6:
             raise ValueError(f"fleet {part!r}: the weight after * must be above 0 and at most 1e6")
+        if len(servers) + int(match["count"]) > MOST_SERVERS:
+            raise ValueError(f"fleet {text!r}: at most {MOST_SERVERS} servers")
         for _ in range(int(match["count"])):
             servers.append(Server(len(servers), match["kind"], engine.build(match["kind"]), speed, weight))
     if not servers:
@@ -160,13 +172,16 @@ class FleetEvent:
     value: float = 0.0
 
     def targets(self, count: int, seed: int) -> Sequence[int]:
-        """Indices meant by `3`, `3-5` or `10%` (a random choice)."""
+        """Indices meant by `3`, `3-5` or `10%` (a random choice). ValueError if the fleet has no such servers."""
         text = self.servers
         if text.endswith("%"):
             size = max(1, round(count * float(text[:-1]) / 100))
             return sorted(Random(f"{seed}/{self.at}/{self.kind}").sample(range(count), size))
         low, _, high = text.partition("-")
-        return range(int(low), int(high or low) + 1)
+        meant = range(int(low), int(high or low) + 1)
+        if not meant or meant[-1] >= count:
+            raise ValueError(f"event {self.kind} of servers {text}: the fleet has 0 to {count - 1}")
+        return meant
 
 
 def parse_event(text: str) -> FleetEvent:
@@ -179,7 +194,29 @@ def parse_event(text: str) -> FleetEvent:
     parts = text.split(":")
     if len(parts) not in {2, 3, 4} or parts[1] not in EVENT_KINDS:
         raise ValueError(f"event {text!r}: expected AT:KIND:SERVERS[:VALUE], KIND one of {', '.join(EVENT_KINDS)}")
-    servers = parts[2] if len(parts) > 2 else ""
-    if parts[1] != "outage" and not re.fullmatch(r"\d+(-\d+)?|[0-9.]+%", servers):
+    at, kind, servers, value = (*parts, "", "")[:4]
+    if kind == "outage" and servers:
+        raise ValueError(f"event {text!r}: an outage is the registry's: expected AT:outage::SECONDS")
+    if kind != "outage" and not re.fullmatch(r"[0-9]{1,6}(-[0-9]{1,6})?|(100|[0-9]?[0-9](\.[0-9]+)?)%", servers):
         raise ValueError(f"event {text!r}: servers must look like 3, 3-5 or 10%")
-    return FleetEvent(float(parts[0]), parts[1], servers, float(parts[3]) if len(parts) > 3 else 0.0)
+    return FleetEvent(
+        _number(text, "AT", at, "seconds from the start", 0.0, 1e9), kind, servers, _value(text, kind, value)
+    )
+
+
+def _value(text: str, kind: str, value: str) -> float:
+    if kind not in _VALUES:
+        if value:
+            raise ValueError(f"event {text!r}: {kind} takes no VALUE")
+        return 0.0
+    return _number(text, "VALUE", value or ("" if kind == "outage" else "0"), *_VALUES[kind])
+
+
+def _number(text: str, name: str, value: str, meaning: str, least: float, most: float) -> float:
+    try:
+        found = float(value)
+    except ValueError:
+        found = -1.0
+    if not least <= found <= most:  # NaN is not
+        raise ValueError(f"event {text!r}: {name} must be {meaning}")
+    return found

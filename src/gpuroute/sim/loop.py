@@ -280,7 +280,8 @@ class Simulation:
     def _time_out(self, flight: Flight) -> None:
         if flight.live:
             self.abandon(flight)
-            flight.client.error(flight, Outcome.TIMED_OUT, self.now, None)
+            if flight.attempts:  # else its candidates are still being asked, and nobody is late
+                flight.client.error(flight, Outcome.TIMED_OUT, self.now, None)
             self.give_up(flight)
 
     def _cancel(self, what: tuple[Job, Server]) -> None:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from .fleet import Server
 
+MOST_CALLS: Final = 1e8  # of one run: days of work
 KEYS: Final = (
     "policy",
     "reports",
@@ -79,7 +80,7 @@ def check_policy(name: str) -> tuple[str, str]:
     policy, _, channel = name.partition("+")
     if name in PEERS:
         return name, "none"
-    if policy not in POLICIES or (channel and channel not in CHANNELS):
+    if policy not in POLICIES or (name != policy and channel not in CHANNELS):
         known = ", ".join((*POLICIES, *PEERS))
         raise ValueError(f"unknown policy {name!r}: known are {known}; core policies take +{', +'.join(CHANNELS)}")
     return policy, CHANNELS[channel] if channel else "none"
@@ -91,6 +92,11 @@ def simulate(scenario: Scenario, name: str, seed: int, progress: Callable[[float
     end = scenario.warmup + scenario.window
     servers = parse_fleet(scenario.fleet, scenario.engine)
     trace = load_trace(scenario.trace, seed=seed, seconds=end)
+    if (calls := trace.rate * scenario.copies * end) > MOST_CALLS:
+        raise ValueError(
+            f"trace {trace.name} repeats {len(trace.rows)} calls every {trace.span:.3g} s: {calls:.3g} calls in "
+            f"{scenario.copies} copies of {end:g} s, expected at most {MOST_CALLS:.0e}"
+        )
     requests = trace.superpose(scenario.copies, seed, end, common=scenario.common)
     meter = Meter(scenario.warmup, scenario.window, slo=scenario.slo)
     sim = Simulation(
