@@ -10,6 +10,7 @@ Measured on grpcio 1.60 to 1.85: only `http2.ping_timeout_ms` bounds the wait fo
 
 from __future__ import annotations
 
+from inspect import unwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -216,10 +217,12 @@ def _open(config: EtcdConfig, member: str) -> grpc.Channel:
         # Else gRPC lets channels share connections, and one made after an error would be given the dead one again.
         ("grpc.use_local_subchannel_pool", 1),
     ]
+    # What instruments `grpc` may make bare generators of its streams, which a watch could not cancel.
+    insecure, secure = unwrap(grpc.insecure_channel), unwrap(grpc.secure_channel)
     if not config.tls:
-        return grpc.insecure_channel(member, options=options)
+        return insecure(member, options=options)  # type: ignore[no-any-return]
     pem = [Path(path).read_bytes() if path else None for path in (config.ca, config.key, config.cert)]
-    return grpc.secure_channel(member, grpc.ssl_channel_credentials(*pem), options=options)
+    return secure(member, grpc.ssl_channel_credentials(*pem), options=options)  # type: ignore[no-any-return]
 
 
 def _after(prefix: str) -> bytes:

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import math
 import threading
+from inspect import unwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
 import grpc
+from grpc.experimental import ChannelOptions
 
 from gpuroute.errors import ConfigError
 from gpuroute.transports.grpc_errors import ClosedUnder
@@ -63,7 +65,8 @@ class Peer:
     def adopt(self, endpoint: Endpoint) -> None:
         """Take over a new record of the same server."""
         self.endpoint = endpoint
-        self.headers = {name.lower(): value for name, value in endpoint.headers.items()}
+        headers = ((name.lower(), value) for name, value in endpoint.headers.items())
+        self.headers = {name: value.encode() if name.endswith("-bin") else value for name, value in headers}
 
     def listened(self, reported: bool) -> None:
         """Its trailing metadata were looked at. Where no load is reported that is done now and then only."""
@@ -234,7 +237,10 @@ def channel_options(user: Options, *, connect_timeout: float, idle: float, trust
         "grpc.max_reconnect_backoff_ms": 2_000,
         "grpc.client_idle_timeout_ms": max(1_000, round(idle * 1000)),
     }
-    return ours | dict(user)
+    # With this one streams tell nobody of their end but their reader, who may not come again.
+    return {
+        name: value for name, value in (ours | dict(user)).items() if name != ChannelOptions.SingleThreadedUnaryStream
+    }
 
 
 class Dialer:
@@ -265,11 +271,20 @@ class Dialer:
         if endpoint.authority:
             options.setdefault("grpc.default_authority", endpoint.authority)
         if not address.secure and self._credentials is None:
-            return self._insecure(address.target, tuple(options.items()), self._compression, **extra)
+            return _open(self._insecure, address.target, tuple(options.items()), self._compression, **extra)
         # An IP target has no name to verify; the URL's host stands in, as a browser would have it.
         options.setdefault("grpc.ssl_target_name_override", name or address.host)
         credentials = self._credentials or _ssl_credentials(endpoint)
-        return self._secure(address.target, credentials, tuple(options.items()), self._compression, **extra)
+        return _open(self._secure, address.target, credentials, tuple(options.items()), self._compression, **extra)
+
+
+def _open(make: Callable[..., Any], *what: Any, **extra: Any) -> Any:
+    channel = make(*what, **extra)
+    if type(channel).__module__.startswith("opentelemetry."):
+        # Its instrumentation of `grpc` makes bare generators of streams: nobody could cancel them or ask their status.
+        channel.close()
+        channel = unwrap(make)(*what, **extra)
+    return channel
 
 
 def _ssl_credentials(endpoint: Endpoint) -> grpc.ChannelCredentials:
