@@ -6,6 +6,7 @@ that set is what ends it. So a second release is a no-op and a leak has an owner
 
 from __future__ import annotations
 
+import math
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,8 @@ class Phase(IntEnum):
 
 
 READY, SENT, STREAMING, DONE = Phase
+BATCH = 16  # answers of which nothing was learned yet
+INF = math.inf
 CANCELLED, SUCCESS = Outcome.CANCELLED, Outcome.SUCCESS
 
 
@@ -125,12 +128,20 @@ class Attempt:
         state.silent_since = now if state.in_flight else None
         self.outcome = SUCCESS
         self.ended = now
-        if self.first is None:
-            self.reached = STREAMING
-            self.first = self.last = now
-            state.answered(self, now)
-        else:
+        if self.first is not None:
             state.teach(self, SUCCESS, now)
+            return True
+        self.reached = STREAMING
+        self.first = self.last = now
+        if pool.ranks or state.troubled or state.stalls or state.limit != INF or state.ramp_at is not None:
+            state.first_token(self, now)
+            state.teach(self, SUCCESS, now)
+            return True
+        state.served += 1
+        answered = pool.answered  # what else there is to learn can wait
+        answered.append(self)
+        if len(answered) >= BATCH:
+            pool.learn()
         return True
 
     def _unheard(self, outcome: Outcome) -> bool:

@@ -23,9 +23,9 @@ from gpuroute.core.candidates import NOTHING_ASKED, Ask
 from gpuroute.core.hedge import due_after, patience_with, second_attempt
 from gpuroute.core.outcome import Outcome
 from gpuroute.core.seconds import Soonest
-from gpuroute.core.story import tell, why_nobody
+from gpuroute.core.story import nobody, tell, with_story
 from gpuroute.core.tried import Tried
-from gpuroute.errors import DeadlineExceeded, NoEndpointAvailable
+from gpuroute.errors import DeadlineExceeded
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,6 +46,7 @@ class Call:
     not_before = -INF
     work = 1.0
     unanswered = 0
+    _attempts: int | None = None
     _tried: Tried | None = None
 
     def __init__(
@@ -64,7 +65,8 @@ class Call:
             timeout = rules.timeout
         if timeout is not None:
             self.deadline = now + timeout
-        self.attempts = rules.retry.attempts if attempts is None else attempts
+        if attempts is not None:
+            self._attempts = attempts
         self.replayable = replayable
         self.hedging = rules.hedge
         self.history: list[Attempt] = []
@@ -81,6 +83,11 @@ class Call:
         if now >= arrivals.until:
             arrivals.pass_to(now)
         arrivals.sum += self.work
+
+    @property
+    def attempts(self) -> int:
+        """How many it may have."""
+        return self.pool.rules.retry.attempts if self._attempts is None else self._attempts
 
     @property
     def tried(self) -> Tried:
@@ -124,13 +131,12 @@ class Call:
         signals = pool.shared.signals
         if now >= self.deadline:
             signals.deadlines += 1
-            raise DeadlineExceeded(self._story(f"deadline exceeded after {now - self.started:.3f} s"))
-        again = bool(history)
-        attempt = pool.acquire(self.ask, now, self.tried if again else (), history)
+            raise DeadlineExceeded(with_story(self, f"deadline exceeded after {now - self.started:.3f} s"))
+        attempt = pool.acquire(self.ask, now, self.tried if history else (), history)
         if attempt is None:
-            raise self._nobody(now)
+            raise nobody(self, now)
         signals.attempts += 1
-        if again:
+        if attempt.number > 1:
             signals.retries += 1
         return attempt
 
@@ -235,15 +241,6 @@ class Call:
             return False
         self.not_before = now + wait
         return True
-
-    def _nobody(self, now: float) -> NoEndpointAvailable:
-        self.pool.shared.signals.no_endpoint += 1
-        retry_after = self.pool.retry_after(now)
-        return NoEndpointAvailable(self._story(why_nobody(self.pool, retry_after)), retry_after=retry_after)
-
-    def _story(self, text: str) -> str:
-        story = self.story()
-        return f"{text} ({story})" if story else text
 
     def story(self) -> str:
         """The attempts in one line for error notes: `2 attempts: gpu-7 503, gpu-2 connection refused`."""

@@ -20,10 +20,11 @@ ENOUGH = 20  # below that many samples nothing is called abnormal
 class LogMean:
     """An EWMA of log(value) and of its absolute deviation; the first samples weigh equally. O(1), not locked."""
 
-    __slots__ = ("alpha", "count", "mean", "spread")
+    __slots__ = ("_even", "alpha", "count", "mean", "spread")
 
     def __init__(self, alpha: float = 0.05) -> None:
         self.alpha = alpha
+        self._even = 1.0 / alpha  # so many samples weigh equally
         self.count = 0
         self.mean = 0.0
         self.spread = 1.0
@@ -35,10 +36,9 @@ class LogMean:
 
     def add_log(self, log: float) -> None:
         """Learn one sample by its logarithm."""
-        count = self.count = self.count + 1
-        step = 1.0 / count
-        if step < self.alpha:
-            step = self.alpha
+        count = self.count + 1
+        self.count = count
+        step = self.alpha if count > self._even else 1.0 / count
         mean = self.mean
         off = log - mean
         self.mean = mean + step * off

@@ -179,12 +179,14 @@ class PowerOfTwo:
 
     def __init__(self, kit: Kit) -> None:
         self._kit = kit
+        self._random = kit.random
         self._two = TwoRandom(kit.states, kit.random)
         states = kit.states if len(kit.states) != 1 else kit.states * 2  # one alone is compared with itself
         self._even = states if self._two.even else ()
 
     def pick(self, ask: Ask, tried: Container[EndpointState] = ()) -> EndpointState | None:
-        states, random, size = self._even, self._kit.random, len(self._even)
+        states, random = self._even, self._random
+        size = len(states)
         if not size or tried:
             return self._pick_with_care(self._two(ask), ask, tried)
         first = floor(random() * size)

@@ -82,8 +82,7 @@ class Pool:
         self.hedges = Budget(rules.hedge.hedge_share, floor=0.1, deposits=self.arrivals)
         self.reroutes = Budget(rules.hedge.reroute_share, 0.0, 60, self.arrivals)  # 10 s of a quiet client pay for none
         self.outliers = Outliers(rules.outliers, now)
-        self.late = 0.0  # moving share of calls that were due for a reroute
-        self.mean_tokens = 0.0
+        self.late = self.mean_tokens = 0.0  # the moving share of calls that were due for a reroute; of their prompts
         self.blank: Ask | None = None  # the ask of all calls that say nothing, if picks note nothing in it
         self.placements = Placements()
         self.survivors = Survivors(self.shared)
@@ -123,6 +122,8 @@ class Pool:
 
     def pick(self, ask: Ask = NOTHING_ASKED, tried: Container[EndpointState] = ()) -> EndpointState | None:
         """The endpoint for one attempt, or None; untried ones outside failed domains, then untried ones, then any."""
+        if self._panics():
+            return None
         picker = self.snapshot.picker
         state = picker.pick(ask, tried)
         if state is not None or not tried:
@@ -136,15 +137,12 @@ class Pool:
             self.tick(now)
         if ask is not NOTHING_ASKED:
             ask.now, ask.mean_tokens = now, self.mean_tokens
-        rules, picker = self.rules, self.snapshot.picker
-        panics = rules.panic_share and self._panics()
-        state = None if panics else self.pick(ask, tried) if tried else picker.pick(ask)
-        if state is not None:
-            since = state.silent_since
-            if since is not None and now - since > SUSPICIOUS_S and rules.watchdog.suspects(state, now):
-                state = self._unsuspected(state, ask, now, tried)
+        picker = self.snapshot.picker
+        state = self.pick(ask, tried) if tried or self.rules.panic_share else picker.pick(ask)
+        if state is not None and (since := state.silent_since) is not None and now - since > SUSPICIOUS_S:
+            state = self._unsuspected(state, ask, now, tried)
         while state is not None:
-            attempt = state.acquire(now, tries, ask.tokens)
+            attempt = (state.admit if state.limit == INF else state.acquire)(now, tries, ask.tokens)
             if attempt is not None:
                 if picker.remembers:
                     self._placed(ask, attempt)
@@ -154,6 +152,8 @@ class Pool:
 
     def _unsuspected(self, first: EndpointState, ask: Ask, now: float, tried: Container[EndpointState]) -> EndpointState:
         """Another one, if there is any, than where calls wait for longer than is usual: silence makes dear at once."""
+        if not self.rules.watchdog.suspects(first, now):
+            return first
         state: EndpointState | None = first
         avoided, suspects = tried.copy() if isinstance(tried, Tried) else Tried(), self.rules.watchdog.suspects
         for others in ((), (), (), self.snapshot.routable):  # a few one by one, a whole silent fleet at once
@@ -202,7 +202,7 @@ class Pool:
 
     def _panics(self) -> bool:
         """Too few are admitted for the load of all: `panic_share` of 0 leaves it at "nobody is"."""
-        if not self.shared.limited or self.rules.panic != "fail_open":
+        if not self.rules.panic_share or not self.shared.limited or self.rules.panic != "fail_open":
             return False
         routable = self.snapshot.routable
         return sum(state.admitted for state in routable) <= self.rules.panic_share * len(routable)

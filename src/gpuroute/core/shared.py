@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Protocol
 from gpuroute.core.breaker import BreakerRules
 from gpuroute.core.history import History, learn_first_byte
 from gpuroute.core.hosts import Hosts
-from gpuroute.core.learning import learn_latency
 from gpuroute.core.locality import NOWHERE
 from gpuroute.core.signals import Signals
 from gpuroute.core.speed import Speeds
@@ -83,7 +82,7 @@ class PoolState:
         self.stalling: set[EndpointState] = set()
         self.known = History()
         self.answered: deque[Attempt] = deque()  # whole answers from which nothing was learned yet
-        self.ranks = True  # picks depend on what is learned from them
+        self.ranks = True  # picks compare what answers took
         self.speeds = Speeds()
         self.locality = NOWHERE
         self.predicts = True  # whether anybody asks `speeds`: counting policies do not
@@ -98,16 +97,13 @@ class PoolState:
         return self.known
 
     def learn(self) -> None:
-        """Learn from the answers put off, by their own times: after a wait for a server all code runs cold, and a dozen
-        lessons in a row cost little more than one."""
+        """Learn from the answers put off: after a wait for a server all code runs cold, and a dozen lessons in a row cost
+        little more than one."""
         answered = self.answered
         with suppress(IndexError):  # no more, or another thread was here too
             while True:
                 attempt = answered.popleft()
-                state, ended = attempt.state, attempt.ended or 0.0
-                seconds = ended - attempt.started
-                learn_first_byte(state, attempt, seconds)
-                learn_latency(state, seconds, ended, failed=False)
+                learn_first_byte(attempt.state, attempt, attempt.last - attempt.started)
 
     def note_limits(self, state: EndpointState) -> None:
         """Its caps have changed: the pool wakes up when the next one expires."""

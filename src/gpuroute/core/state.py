@@ -18,19 +18,18 @@ from gpuroute.core.history import learn_first_byte
 from gpuroute.core.hosts import host_of
 from gpuroute.core.learning import learn_attempt, learn_latency
 from gpuroute.core.locality import measure
-from gpuroute.core.outcome import Outcome
 from gpuroute.core.ramp import climb, start_ramp
 
 if TYPE_CHECKING:
     from gpuroute.core.endpoint import Endpoint
     from gpuroute.core.history import History
+    from gpuroute.core.outcome import Outcome
     from gpuroute.core.report import Queue, Report
     from gpuroute.core.shared import PoolState
     from gpuroute.core.speed import Rate
     from gpuroute.core.trust import Trust
 
 INF = math.inf
-BATCH = 16  # answers put off at most
 BREAKER = "breaker"
 CAPACITY = "capacity"
 PAUSE = "pause"
@@ -94,14 +93,14 @@ class EndpointState:
     def acquire(self, now: float, history: list[Attempt] | None = None, tokens: int = 0) -> Attempt | None:
         """Start an attempt here, the next one of the call with this history, or None if the limit is reached."""
         if self.limit == INF:
-            return self._admit(now, history, tokens)
+            return self.admit(now, history, tokens)
         with self.lock:
-            return self._admit(now, history, tokens) if len(self.in_flight) < self.limit else None
+            return self.admit(now, history, tokens) if len(self.in_flight) < self.limit else None
 
     def acquire_in_panic(self, now: float, history: list[Attempt] | None = None, tokens: int = 0) -> Attempt | None:
         """Start an attempt although the endpoint looks unhealthy; capacity and pauses still hold."""
         with self.lock:
-            return self._admit(now, history, tokens) if self.admitted_in_panic else None
+            return self.admit(now, history, tokens) if self.admitted_in_panic else None
 
     @property
     def admitted_in_panic(self) -> bool:
@@ -150,18 +149,6 @@ class EndpointState:
             self.stalls = 0.0
             self.pool.stalling.discard(self)
 
-    def answered(self, attempt: Attempt, now: float) -> None:
-        """A whole answer: `first_token` and `teach`, or later (`PoolState.learn`) where nothing depends on it."""
-        pool = self.pool
-        if pool.ranks or self.troubled or self.stalls or self.limit != INF or self.ramp_at is not None:
-            self.first_token(attempt, now)
-            self.teach(attempt, Outcome.SUCCESS, now)
-            return
-        self.served += 1
-        pool.answered.append(attempt)
-        if len(pool.answered) >= BATCH:
-            pool.learn()
-
     def chunk(self, gap: float) -> None:
         """A stream here went on after `gap` seconds."""
         if self.history is not None:
@@ -189,7 +176,7 @@ class EndpointState:
     def teach(self, attempt: Attempt, outcome: Outcome, now: float) -> None:
         """Learn from a finished attempt. On success with nothing wrong before, this is all that is done."""
         self.served += 1
-        if outcome.health:
+        if outcome.health and self.pool.ranks:
             learn_latency(self, now - attempt.started, now, failed=outcome.health < 0)
         if outcome.health < 0:
             self.failed += 1
@@ -224,7 +211,8 @@ class EndpointState:
             self.pool.signals.breaker_opened += cap == 0
             self._set_cap(BREAKER, cap, self.breaker.reopen_at)
 
-    def _admit(self, now: float, history: list[Attempt] | None, tokens: int) -> Attempt:
+    def admit(self, now: float, history: list[Attempt] | None, tokens: int) -> Attempt:
+        """Start an attempt here, whatever the limit is."""
         attempt = Attempt(self, now, tokens)
         if (
             history is not None

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from gpuroute.errors import NoEndpointAvailable
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gpuroute.core.attempt import Attempt
+    from gpuroute.core.call import Call
     from gpuroute.core.pool import Pool
 
 
@@ -17,6 +20,20 @@ def tell(history: Sequence[Attempt]) -> str:
         return ""
     parts = (f"{a.state.id} {a.reason or (a.outcome.label if a.outcome else 'live')}" for a in history)
     return f"{len(history)} attempt{'s' * (len(history) != 1)}: {', '.join(parts)}"
+
+
+def with_story(call: Call, text: str) -> str:
+    """A reason, and the attempts that came before."""
+    story = tell(call.history)
+    return f"{text} ({story})" if story else text
+
+
+def nobody(call: Call, now: float) -> NoEndpointAvailable:
+    """The error of a call that nobody may take now."""
+    pool = call.pool
+    pool.shared.signals.no_endpoint += 1
+    retry_after = pool.retry_after(now)
+    return NoEndpointAvailable(with_story(call, why_nobody(pool, retry_after)), retry_after=retry_after)
 
 
 def why_nobody(pool: Pool, retry_after: float | None) -> str:

@@ -233,7 +233,7 @@ class Flight:
             return True
         try:
             if _is_ok(inner) and not self._cancelled:
-                rpc.succeeded(at_once(inner.trailing_metadata()) if rpc.peer.deaf <= 0 else None)
+                rpc.succeeded(at_once(inner.trailing_metadata()) if rpc.listens else None)
                 return True
             if self._cancelled or _is_cancelled_here(inner) or rpc.hub.closed:
                 rpc.cancelled()

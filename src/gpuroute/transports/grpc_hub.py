@@ -126,6 +126,8 @@ class Hub:
     def call_with(self, asked: bodies.Options, method: str, request: bytes | None, timeout: float | None) -> Call:
         """The call of a request that says something of itself: a prompt, a key, or options of its own."""
         key, steps, tokens = asked.key, NO_STEPS, 0
+        if timeout is not None and timeout < 0:
+            timeout = 0.0  # grpcio takes it, and says DEADLINE_EXCEEDED
         if asked.timeout is not None:
             timeout = asked.timeout if timeout is None else min(timeout, asked.timeout)
         if self.reads and request and not key:

@@ -37,7 +37,7 @@ INF = math.inf
 SECURE = frozenset({"https", "grpcs"})
 PLAIN = frozenset({"http", "grpc", ""})
 SWEEP_EVERY = 10.0  # seconds
-PATIENT_FOR, DEAF_FOR = 32, 15  # calls without a load report until few are looked at, and how many then are not
+PATIENT_FOR = 32  # unary calls without a load report until but one in a second is looked at
 MAX_METHODS = 256  # bound multicallables of one endpoint; more are made by stubs with serializers made per call
 
 # What a parent's channels become in a forked child: destroying one there can hang, so they are kept and never touched.
@@ -60,7 +60,7 @@ class Peer:
         self.patience = INF  # seconds that a unary attempt may take here, looked up at times
         self.patience_until = 0.0
         self.unreported = 0  # looks at its trailing metadata since there was a load report in them
-        self.deaf = 0  # successful calls until they are looked at again
+        self.deaf = False  # nothing is expected there
 
     def adopt(self, endpoint: Endpoint) -> None:
         """Take over a new record of the same server."""
@@ -71,7 +71,7 @@ class Peer:
     def listened(self, reported: bool) -> None:
         """Its trailing metadata were looked at. Where no load is reported that is done now and then only."""
         self.unreported = 0 if reported else self.unreported + 1
-        self.deaf = DEAF_FOR if self.unreported >= PATIENT_FOR else 0
+        self.deaf = self.unreported >= PATIENT_FOR
 
     def bind(self, method: Method) -> Any:
         """The multicallable of a method on this channel."""

@@ -89,8 +89,6 @@ class Rpc:
         asked = CHOSEN.get()
         if metadata:
             asked, metadata = split_metadata(metadata)
-        if timeout is not None and timeout < 0:
-            timeout = 0.0  # grpcio takes it, and says DEADLINE_EXCEEDED
         if asked is not NO_OPTIONS or (request and hub.reads):
             call = hub.call_with(asked, method.name, request, timeout)
         else:
@@ -99,7 +97,7 @@ class Rpc:
             peers.sweep(hub.found.snapshot.by_id, call.started, hub.version)
         self.call = call
         self.peers = peers
-        self.metadata = metadata
+        self.sending = self.metadata = metadata
         if patient:
             self.patient = True
         if method.streaming:
@@ -117,7 +115,7 @@ class Rpc:
     @property
     def listens(self) -> bool:
         """True if the trailing metadata of the present attempt are wanted."""
-        return self.peer.deaf <= 0
+        return self.method.streaming or not self.peer.deaf
 
     def next(self) -> Peer | None:
         """Begin an attempt and give the channel for it; None: ask again after `wait` seconds.
@@ -125,10 +123,12 @@ class Rpc:
         `left` is then what the attempt may take, in seconds. Raises NoEndpointAvailable, DeadlineExceeded; ConfigError if
         an endpoint's record cannot be dialled.
         """
-        call = self.call
-        now = call.started if self.fresh else self.hub.clock()
-        self.fresh = False
-        if call.history or self.not_before or call.pool.shared.limited:
+        call, fresh = self.call, self.fresh
+        if fresh:
+            self.fresh, now = False, call.started
+        else:
+            self.guarded, now = False, self.hub.clock()
+        if not fresh or call.pool.shared.limited:
             if self.hub.closed:
                 self._end(now)
                 raise ClosedUnder
@@ -168,26 +168,27 @@ class Rpc:
             raise
         if attempt.number > 1 or peer.headers or not self.quiet:
             self.sending = self._extended(attempt, peer)
-        else:
-            self.sending = self.metadata
         left = self.call.deadline - now
-        if not self.method.streaming:
-            attempt.whole = True
-            if now >= peer.patience_until:
-                self._look_up_patience(attempt, peer, now)
-            self.guarded = guarded = peer.patience < left
-            if guarded:
-                left = peer.patience
-        self.left = left if left < INF and self.limited else None
+        if self.method.streaming:
+            self.left = left if left < INF and self.limited else None
+            return peer
+        attempt.whole = True
+        if now >= peer.patience_until:
+            self._look_up_patience(attempt, peer, now)
+        patience = peer.patience
+        if patience < left:
+            left, self.guarded = patience, True
+        self.left = left if left < INF else None
         return peer
 
     def _look_up_patience(self, attempt: Attempt, peer: Peer, now: float) -> None:
         """How long a unary attempt may be silent at an endpoint before it is given up, by its gRPC deadline, which costs
-        nothing. That changes slowly, so it is looked up once in a second."""
+        nothing. That changes slowly, so it is looked up once in a second, as are load reports where there are none."""
         pool = self.call.pool
         alone = len(pool.snapshot.routable) < 2
         usual = pool.rules.watchdog.first_byte(attempt, len(pool.snapshot.routable))
         peer.patience, peer.patience_until = usual * (LAST_PATIENCE if alone else 1.0), now + 1.0
+        peer.deaf = False
 
     def _extended(self, attempt: Attempt, peer: Peer) -> Pairs:
         """The metadata of an attempt: the caller's, the endpoint's own and trace context."""
@@ -222,9 +223,8 @@ class Rpc:
         self.attempt = None
         peer, now = self.peer, self.hub.clock()
         attempt.succeed(now)
-        peer.deaf -= 1
-        if peer.deaf < 0:
-            peer.listened(bool(trailing) and learn_report(attempt, trailing or (), self.call.pool.mean_tokens, now))
+        if trailing is not None:
+            peer.listened(bool(trailing) and learn_report(attempt, trailing, self.call.pool.mean_tokens, now))
         if self.asked is not None:
             self.asked.tell(attempt)
         peer.live.discard(attempt)
@@ -301,7 +301,7 @@ class Rpc:
         if attempt is None:
             return None
         other = copy(self)
-        other.attempt = attempt
+        other.attempt, other.guarded = attempt, False
         return other if other.depart(attempt, now) else None
 
     def lose(self) -> None:

@@ -142,7 +142,7 @@ class _Method(Multicallable):
             if plain is not None:
                 how = timeout, plain[1], credentials, wait_for_ready, compression
                 return plain[0].with_call(request, *how) if wants_call else plain[0](request, *how)
-        body = self._body(request)
+        body = request if self._plain else self._body(request)
         rpc = Rpc(self, self._peers, body if one else None, timeout, metadata, wait_for_ready)
         if hub.asker is not None:
             rpc.ask(hub.asker.ask(rpc.call))
@@ -157,12 +157,12 @@ class _Method(Multicallable):
                 send, data = peer.methods.get(method) or peer.bind(method), body if one else body.view()
                 try:
                     # A call object is asked for only where it is needed.
-                    if peer.deaf > 0 and not wants_call:
+                    if peer.deaf and not wants_call:
                         answer = send(data, rpc.left, rpc.sending, credentials, None, compression)
                         rpc.succeeded(None)
                         return answer
                     answer = send.with_call(data, rpc.left, rpc.sending, credentials, None, compression)
-                    rpc.succeeded(answer[1].trailing_metadata() if peer.deaf <= 0 else None)
+                    rpc.succeeded(None if peer.deaf else answer[1].trailing_metadata())
                     return answer if wants_call else answer[0]
                 except grpc.RpcError as error:
                     self._go_on(rpc, error, body)
