@@ -91,9 +91,9 @@ def learn_latency(state: EndpointState, seconds: float, now: float, *, failed: b
 
 def learn_bid(state: EndpointState, bid: Report, mean_tokens: float) -> None:
     """A bid teaches the backlog of the fleet and the queue of its endpoint, also when it lost or came late."""
-    at, running, waiting, queued, kv_usage, _, _, source = bid
+    at, running, waiting, queued, kv_usage = bid[:5]
     speeds, last = state.pool.speeds, state.report
-    if source != CARRIED and state.endpoint.agent:
+    if bid.source != CARRIED and state.endpoint.agent:
         speeds.bids += 1
     speeds.backlog += 0.02 * ((queued if queued >= 0 else waiting * mean_tokens) - speeds.backlog)
     speeds.mean_requests += 0.02 * (running + waiting - speeds.mean_requests)
