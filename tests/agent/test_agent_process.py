@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 import urllib.error
@@ -21,6 +22,7 @@ from gpuroute.agent.desk import Desk
 from gpuroute.agent.register import Life, Rules
 from gpuroute.agent.watch import Watch
 from gpuroute.cli import main
+from gpuroute.cli.agent import _engines, add_parser
 from gpuroute.core.endpoint import Endpoint, State
 from gpuroute.engines.catalog import engine_of
 from gpuroute.router import Router
@@ -251,6 +253,13 @@ def test_a_warm_up_that_fails_is_tried_again(server: GpuServer, eventually: Call
         (["--status", "127.0.0.1:x"], "--status='127.0.0.1:x': expected HOST:PORT"),
         (["--agent-host", "h:0"], "--agent-host='h:0': expected HOST or HOST:PORT"),
         (["--url", "ftp://x"], "--url='ftp://x': expected an http://"),
+        (["--url", "http://u:canary@h:1"], "--url=(value not shown): expected an http://"),
+        (["--url", "http://a:1", "--url", "http://a:1"], "two engines of one id"),
+        (["--listen", "[::1"], "--listen='[::1': expected HOST:PORT"),
+        (["--listen", "::1"], "--listen='::1': expected HOST:PORT"),
+        (["--listen", "nowhere.invalid:0"], "agent cannot listen on --listen=nowhere.invalid:0 or --status="),
+        (["--kv-events", "tcp://127.0.0.1:99999"], "--kv-events='tcp://127.0.0.1:99999': expected tcp://HOST:PORT"),
+        (["--gpu", "H100\nx"], "gpu has a kind that has control characters"),
     ],
 )
 def test_what_can_never_work_is_refused_at_once(options: list[str], complaint: str) -> None:
@@ -259,6 +268,29 @@ def test_what_can_never_work_is_refused_at_once(options: list[str], complaint: s
     assert done.returncode == 2
     assert complaint in done.stderr
     assert "Traceback" not in done.stderr
+    assert "canary" not in done.stderr
+
+
+@pytest.mark.parametrize("content", ["{bad", "[1]", "[" * 100_000, "\udcff"])
+@pytest.mark.parametrize("command", [["agent"], ["register", "http://a:1", "--registry", "etcd://127.0.0.1:1"]])
+def test_a_record_that_is_no_object_is_one_line(
+    command: list[str], content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "record.json"
+    file.write_bytes(content.encode("utf-8", "surrogateescape"))
+    assert main([*command, "--record", str(file)]) == 2
+    assert f"--record '{file}': " in capsys.readouterr().err
+
+
+def test_options_win_over_the_record(tmp_path: Path) -> None:
+    record = tmp_path / "record.json"
+    record.write_text('{"engine": "vllm", "gpu": {"kind": "A100", "count": 2}, "zone": "z1"}')
+    parser = argparse.ArgumentParser()
+    add_parser(parser.add_subparsers())
+    options = ["--engine", "llama.cpp", "--gpu", "H100", "--zone", "z2"]
+    (made,) = _engines(parser.parse_args(["agent", "--record", str(record), *options]))
+    endpoint = made.endpoint
+    assert (endpoint.engine, endpoint.zone, endpoint.gpu.kind, endpoint.gpu.count) == ("llamacpp", "z2", "H100", 2)
 
 
 @pytest.mark.parametrize(

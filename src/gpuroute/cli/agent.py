@@ -17,8 +17,7 @@ import sys
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from gpuroute.agent import gpus
 from gpuroute.agent.kv_feed import Source
@@ -26,8 +25,8 @@ from gpuroute.agent.register import Rules
 from gpuroute.agent.service import Agent, Engine, Options
 from gpuroute.cli.agent_options import TEXTS, address, declare, reachable, zeromq
 from gpuroute.cli.agent_options import url as checked_url
+from gpuroute.cli.values import over, read_record
 from gpuroute.config import Settings
-from gpuroute.core.endpoint import Gpu
 from gpuroute.engines.catalog import ENGINES, engine_of
 from gpuroute.errors import ConfigError
 from gpuroute.registry import etcd_options, open_registry
@@ -96,7 +95,9 @@ async def _serve(
         try:
             return await Agent(options, register, lambda line: _say({**line, **more})).run()
         except OSError as error:
-            where = f"{options.listen} or {options.status}"
+            places = {"--listen": options.listen, "--status": options.status}
+            places |= {"--grpc-listen": (options.grpc.host, options.grpc.port)} if options.grpc else {}
+            where = " or ".join(f"{option}={host}:{port}" for option, (host, port) in places.items())
             raise ConfigError(f"agent cannot listen on {where}: {error.strerror}") from None
 
 
@@ -174,12 +175,16 @@ def _engines(args: argparse.Namespace) -> list[Engine]:
     advertised, idents = args.advertise or urls, args.id or [default_id(url) for url in args.advertise or urls]
     if not len(urls) == len(advertised) == len(idents):
         raise ConfigError("agent: --advertise and --id are given as often as --url, or not at all")
+    if len(set(idents)) < len(idents):
+        raise ConfigError("agent: two engines of one id: give each an --id of its own, in the order of --url")
     check_pool(args.pool, "--pool")
-    record = _read(args.record) if args.record else {}
+    record = read_record(args.record) if args.record else {}
     for text in unwritten(record):
         logging.getLogger("gpuroute.agent").warning("--record %r: %s", args.record, text)
     record |= {name: value for name in TEXTS if (value := getattr(args, name)) is not None}
-    gpu = Gpu(args.gpu) if args.gpu else gpus.found()
+    record |= {"engine": engine_of(args.engine).name} if args.engine != "auto" else {}
+    record |= {"gpu": over(record.get("gpu"), {"kind": args.gpu})} if args.gpu else {}
+    gpu = gpus.found()
     throttled = ",".join(gpus.throttled())
     made = []
     for url, public, ident, events in zip(urls, advertised, idents, _events(args, len(urls)), strict=True):
@@ -214,13 +219,3 @@ def _listening(args: argparse.Namespace, settings: Settings) -> Listening | None
     host, port = address(args.grpc_listen, "--grpc-listen")
     ca, cert, key = settings.agent_ca or "", settings.agent_cert or "", settings.agent_cert_key or ""
     return Listening(host=host, port=port, cert=cert, key=key, ca=ca)
-
-
-def _read(path: str) -> dict[str, Any]:
-    try:
-        record = json.loads(Path(path).read_bytes())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--record {path!r}: {getattr(error, 'strerror', None) or 'not JSON'}") from None
-    if not isinstance(record, dict):
-        raise ConfigError(f"--record {path!r}: expected a JSON object")
-    return record

@@ -151,14 +151,16 @@ def _judging(add: Callable[..., Any]) -> None:
 def address(text: str, option: str) -> tuple[str, int]:
     """HOST:PORT. Raises ConfigError that names the option."""
     host, _, port = text.rpartition(":")
-    if not host or not _is_port(port):
+    if not re.fullmatch(r"[^\s:\[\]]+|\[[0-9a-fA-F:.]+\]", host) or not _is_port(port):
         raise ConfigError(f"{option}={text!r}: expected HOST:PORT, with a port from 0 (any) to 65535")
     return host.strip("[]"), int(port)
 
 
 def zeromq(text: str, option: str) -> str:
     """A ZeroMQ address. Raises ConfigError that names the option."""
-    if not re.fullmatch(r"(listen=)?(tcp://[^\s/*]+:[0-9]{1,5}|ipc://\S+)", text):
+    if not re.fullmatch(r"(listen=)?(tcp://[^\s/*]+:[0-9]+|ipc://\S+)", text) or (
+        "tcp://" in text and not _is_port(text.rpartition(":")[2])
+    ):
         raise ConfigError(
             f"{option}={text!r}: expected tcp://HOST:PORT or ipc:///PATH, if need be with listen= before it"
         )
@@ -186,7 +188,8 @@ def url(text: str) -> str:
     except ValueError:
         port = 0
     if port == 0:
-        raise ConfigError(f"--url={text!r}: expected {URL.accepts}")
+        shown = "(value not shown)" if "@" in text else repr(text)
+        raise ConfigError(f"--url={shown}: expected {URL.accepts}")
     return text
 
 

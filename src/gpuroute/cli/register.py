@@ -6,14 +6,13 @@ line for each change of fortune; SIGTERM and SIGINT remove the endpoint and end 
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpuroute.cli import duration
+from gpuroute.cli.values import over, read_record
 from gpuroute.config import Settings
 from gpuroute.errors import ConfigError
 from gpuroute.registry import etcd_options
@@ -84,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _endpoint(args: argparse.Namespace) -> Endpoint:
-    record = _read(args.record) if args.record else {}
+    record = read_record(args.record) if args.record else {}
     ident = args.id or (default_id(args.url) if (given := record.pop("id", None)) is None else _ident(given))
     endpoint = parse_endpoint(_record(args, record), id=ident, key=f"{args.pool}/{ident}")
     for text in unwritten(record):
@@ -100,17 +99,10 @@ def _record(args: argparse.Namespace, record: dict[str, Any]) -> dict[str, Any]:
     gpu = {"kind": args.gpu, "count": args.gpu_count, "memory_gib": args.gpu_memory}
     given = {name: getattr(args, name) for name in ("url", "weight", *_TEXTS)}
     given |= {"adapters": args.adapter, "started_at": record.get("started_at", round(time.time(), 3))}
-    given |= {"gpu": _over(record.get("gpu"), _given(gpu))}
-    given |= {"labels": _over(record.get("labels"), _labels(args.label or []))}
-    given |= {"capacity": _over(record.get("capacity"), _given({"max_in_flight": args.max_in_flight}))}
+    given |= {"gpu": over(record.get("gpu"), _given(gpu))}
+    given |= {"labels": over(record.get("labels"), _labels(args.label or []))}
+    given |= {"capacity": over(record.get("capacity"), _given({"max_in_flight": args.max_in_flight}))}
     return {**record, **_given(given)}
-
-
-def _over(stated: Any, given: dict[str, Any]) -> Any:
-    """What options say, over what the record says. A record's value that is no object stays, to be refused with it."""
-    if stated is None or isinstance(stated, dict):
-        return {**(stated or {}), **given} or None
-    return stated
 
 
 def _given(values: dict[str, Any]) -> dict[str, Any]:
@@ -122,16 +114,6 @@ def _labels(texts: list[str]) -> dict[str, str]:
         if "=" not in text:
             raise ConfigError(f"--label {text!r}: expected NAME=VALUE")
     return dict(text.split("=", 1) for text in texts)
-
-
-def _read(path: str) -> dict[str, Any]:
-    try:
-        record = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--record {path!r}: {error}; expected a JSON file") from None
-    if not isinstance(record, dict):
-        raise ConfigError(f"--record {path!r}: expected one JSON object")
-    return record
 
 
 def _say(text: str) -> None:

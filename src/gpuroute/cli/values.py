@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gpuroute.errors import ConfigError
 from gpuroute.forms import Form
 
 if TYPE_CHECKING:
@@ -45,3 +48,22 @@ def typed(form: Form[Any]) -> Callable[[str], Any]:
             raise argparse.ArgumentTypeError(f"{text!r}: expected {form.accepts}") from None
 
     return parse
+
+
+def read_record(path: str) -> dict[str, Any]:
+    """The object in the JSON file that --record names. Raises ConfigError."""
+    try:
+        record = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or "not JSON"
+        raise ConfigError(f"--record {path!r}: {reason}; expected a JSON file") from None
+    if not isinstance(record, dict):
+        raise ConfigError(f"--record {path!r}: expected one JSON object")
+    return record
+
+
+def over(stated: Any, given: dict[str, Any]) -> Any:
+    """What options say, over what a record says. A record's value that is no object stays, to be refused with it."""
+    if stated is None or isinstance(stated, dict):
+        return {**(stated or {}), **given} or None
+    return stated
