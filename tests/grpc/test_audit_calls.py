@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
-from world import PATIENCE_S, Server, drained, method, refused_url, router_of, servers, soon
+from world import PATIENCE_S, Endpoint, Server, drained, method, refused_url, router_of, servers, soon
 
 import gpuroute
 import gpuroute.grpc
@@ -91,6 +91,24 @@ def test_an_iterator_of_requests_stays_the_callers(server: Server) -> None:
         return error.value.code(), soon(next_is_there)
 
     assert compared(server, behaviour) == (grpc.StatusCode.FAILED_PRECONDITION, True)
+
+
+@pytest.mark.parametrize("kind", ["sync", "asyncio"])
+def test_requests_to_a_name_that_nobody_knows_never_left(kind: str, server: Server) -> None:
+    """So that even a stream of them goes elsewhere, whole. This name is none, which no network need be asked about."""
+
+    async def in_asyncio(router: gpuroute.Router) -> Any:
+        async with gpuroute.grpc.aio.channel(router, "p") as channel:
+            return await channel.stream_unary(method("Collect"))(iter([b"a", b"b"]))
+
+    nobody = Endpoint("nobody", "grpc://no such name:1")
+    for _ in range(6):  # whichever of them comes first
+        router = router_of(nobody, server.url)
+        if kind == "asyncio":
+            assert asyncio.run(in_asyncio(router)) == b"a,b"
+            continue
+        with gpuroute.grpc.channel(router, "p") as channel:
+            assert channel.stream_unary(method("Collect"))(iter([b"a", b"b"])) == b"a,b"
 
 
 # ------------------------------------------------------------------------------------------ metadata
