@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import pytest
 from stage import OK, REFUSED, Stage, endpoints, places
@@ -15,6 +16,11 @@ from gpuroute.core.outcome import Outcome
 from gpuroute.core.policies import POLICIES
 from gpuroute.core.predictive import Model, cohort_of
 from gpuroute.core.ramp import RAMP_CALLS, RAMP_S, join
+from gpuroute.core.snapshot import Survivors
+
+if TYPE_CHECKING:
+    from gpuroute.core.endpoint import Endpoint
+    from gpuroute.core.state import EndpointState
 
 
 def test_e9_a_flapping_key_keeps_load_breaker_and_affinity() -> None:
@@ -213,3 +219,27 @@ def test_a_pick_that_meets_an_update_of_weights_halfway_goes_on(policy: str, hal
             state.adopt(drained)
     for number in range(50):
         stage.pool.pick(Ask(None, (number,), 100))
+
+
+def test_an_update_looks_closely_only_at_who_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of many endpoints gets another label: the others are what they were, to the object."""
+    fleet = endpoints([f"gpu-{number:03}" for number in range(300)])
+    stage = Stage(fleet, policy="session")
+    looked: list[str] = []
+    close = Survivors._state
+
+    def look(self: Survivors, endpoint: Endpoint, now: float) -> tuple[EndpointState, bool]:
+        looked.append(endpoint.id)
+        return close(self, endpoint, now)
+
+    monkeypatch.setattr(Survivors, "_state", look)
+    states, ring = stage.pool.snapshot.states, stage.pool.snapshot.picker.ring
+    changed = replace(fleet[7], labels={"rack": "r1"})
+    stage.update((*fleet[:7], changed, *fleet[8:]))
+    assert looked == ["gpu-007"]
+    assert stage.pool.snapshot.states == states
+    assert stage.state("gpu-007").endpoint is changed
+    assert stage.pool.snapshot.picker.ring is ring, "no weight changed"
+    stage.rules = replace(stage.rules, max_in_flight=3)
+    stage.update((*fleet[:7], changed, *fleet[8:]))
+    assert {state.limit for state in stage.pool.snapshot.states} == {3}, "a new limit is everybody's"

@@ -32,10 +32,11 @@ FEW_POINTS = 60  # on average at least, so that weights may be shares of one
 class Ring:
     """Immutable. Owners are ids; `extended` builds the next ring from this one and is cheap for small changes."""
 
-    __slots__ = ("_fractions", "_lookup", "_owners", "_points", "shares")
+    __slots__ = ("_fractions", "_lookup", "_owners", "_points", "_weights", "shares")
 
     def __init__(self, weights: dict[str, float] | None = None) -> None:
         self.shares: dict[str, int] = {}
+        self._weights: dict[str, float] = {}
         self._fractions: dict[str, float] = {}
         self._points = array("Q")
         self._owners: list[str] = []
@@ -45,6 +46,8 @@ class Ring:
 
     def extended(self, weights: dict[str, float]) -> Ring:
         """The ring of another set of endpoints; the points of those that stay are reused."""
+        if weights == self._weights:  # most changes of a large fleet are of states, labels and the like
+            return self
         ring = Ring()
         ring._grow(self, weights)
         return self if ring.shares == self.shares else ring
@@ -79,7 +82,7 @@ class Ring:
         return len(self._points)
 
     def _grow(self, before: Ring, weights: dict[str, float]) -> None:
-        known = before._fractions
+        self._weights, known = weights, before._fractions
         self._fractions = {owner: known.get(owner) or _fraction(owner) for owner, weight in weights.items() if weight > 0}
         self.shares = _shares(weights, self._fractions)
         old, new = before.shares, self.shares
