@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 NOT_READY_TOKENS = 1_000_000  # what an engine that takes no calls is charged: dearer than any queue, but not excluded
 MOST_AGAIN = 2
+LEARNS = 0.05  # the weight of the newest call in the share of asks that get lost
 _new = tuple.__new__  # of a NamedTuple: half the price of calling its class
 RARE = 0.002  # where fewer asks are lost of late, nobody is asked again: a short timer costs as much as a datagram
 
@@ -49,8 +50,9 @@ class Asking:
     """The asks of one call, and the take and tell that follow. Owned by the call's task or thread."""
 
     __slots__ = (
-        "_again_at", "_asked", "_asked_again", "_asker", "_call", "_line", "_look_at", "_open", "_real_queue", "_rounds",
-        "_unread", "_until", "_waits", "bids", "due", "id", "key", "missing", "patient", "started",
+        "_again_at", "_answers", "_asked", "_asker", "_call", "_line", "_look_at", "_open", "_real_queue", "_repeated",
+        "_rounds", "_unanswered", "_unread", "_until", "_waits", "bids", "due", "id", "key", "missing", "patient",
+        "started",
     )  # fmt: skip
 
     def __init__(self, asker: Asker, call: Call, asked: Mapping[int, Asked], line: Line) -> None:
@@ -71,7 +73,7 @@ class Asking:
         self.patient = asker.loss < RARE
         self._again_at = math.inf if self.patient else started + patience
         self._look_at = min(until, started + (3 * patience if self.patient else patience))
-        self._rounds = self._asked_again = 0
+        self._rounds = self._repeated = self._answers = self._unanswered = 0
         self._open: dict[Attempt, Place] = {}
         self._real_queue: dict[str, int] = {}
 
@@ -119,10 +121,10 @@ class Asking:
             self._rounds += 1
             self._again_at = now + patience if self._rounds < MOST_AGAIN else math.inf
             silent = [one for one in self._silent() if one[2].family != RELAY]
-            self._asked_again += len(silent)
             self._asker.counts.again += len(silent)
             for _ in range(copies(self._asker.loss)):
                 self._send(silent)
+                self._repeated += len(silent)
         return min(self._until, self._again_at) - now
 
     def heard(self, data: bytes, source: Address, now: float) -> None:
@@ -164,7 +166,10 @@ class Asking:
                 learn_bid(state, bid, mean)
             bids[state.id] = bid
         if answers:
+            self._answers += answers
             asker.answered(answers, took / answers, late=not self._waits)
+            if self._unanswered:
+                self._were_late(answers)
         self.missing = len(asked) - len(bids)
 
     def conclude(self) -> None:
@@ -172,24 +177,31 @@ class Asking:
         if self._unread:
             self._read()
         self._waits = False
-        asker, lost = self._asker, self._asked_again
+        asker = self._asker
         self._call.ask.bids = self.bids
-        if self.missing:
-            lost = self._missed()
+        if self.missing or self._repeated:
+            self._missed()
         else:
             self._line.listeners.pop(self.key, None)
-        asker.loss += 0.05 * ((min(1.0, lost / len(self._asked)) if lost else 0.0) - asker.loss)
+        asker.loss += LEARNS * (min(1.0, self._unanswered / len(self._asked)) - asker.loss)
 
-    def _missed(self) -> int:
-        """Hold it against those who did not answer, unless one alone was given up early; how many messages got lost."""
-        asker, lost = self._asker, self._asked_again
-        silent = self._silent()
-        if self.missing > 1 or not self.bids or lost:
+    def _missed(self) -> None:
+        """Hold it against those who did not answer, unless one alone was given up early. Asks without an answer count as
+        lost; those whose answers come after all were not."""
+        asker, silent = self._asker, self._silent()
+        if silent and (len(silent) > 1 or not self.bids or self._repeated):
             now = asker.clock()
             asker.counts.timeouts += 1
             for _, peer, _ in silent:
                 peer.missed(now)
-        return lost or sum(place.family != RELAY for _, _, place in silent)
+        never = sum(place.family == RELAY for _, _, place in silent)
+        self._unanswered = max(0, len(self._asked) + self._repeated - self._answers - never)
+
+    def _were_late(self, answers: int) -> None:
+        """They counted as lost, and a busy machine is no lossy network."""
+        asker, late = self._asker, min(answers, self._unanswered)
+        self._unanswered -= late
+        asker.loss = max(0.0, asker.loss - LEARNS * late / len(self._asked))
 
     def _silent(self) -> list[Asked]:
         return [one for one in self._asked.values() if one[0].id not in self.bids]

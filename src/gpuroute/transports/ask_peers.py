@@ -134,8 +134,8 @@ class Peers:
                 self._known.clear()
             peer = self._known[state] = Peer(endpoint, agent)
         if now >= peer.resolve_at:
-            peer.resolve_at = now + RESOLVE_S
             _resolve(peer)
+            peer.resolve_at = now + RESOLVE_S  # not before: another thread would find it without its place
         return peer
 
     def _agent(self, endpoint: Endpoint) -> str:
