@@ -86,7 +86,8 @@ def measure_client() -> dict[str, float]:
         counts = asker.counts
         result = {name: round(statistics.median(found), 1) for name, found in rounds.items()}
         best = {f"{name}_best": round(min(found), 1) for name, found in rounds.items()}
-        return {**result, **best, "asks_per_call": round(counts.asks / counts.calls, 2)}
+        shares = {"asks_per_call": counts.asks / counts.calls, "again_per_call": counts.again / counts.calls}
+        return {**result, **best, **{name: round(share, 3) for name, share in shares.items()}}
 
 
 def agents(pipe: Connection, count: int) -> None:
