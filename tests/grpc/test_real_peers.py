@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 from peers import Peer, mlserver, triton
-from world import drained, router_of
+from world import Endpoint, drained, router_of
 
 import gpuroute
 import gpuroute.grpc
 import gpuroute.grpc.aio
 import gpuroute.triton
 from gpuroute.grpc import health
+from gpuroute.transports.health import _grpc_blocking
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -221,6 +222,8 @@ def test_probes(servers: list[Peer]) -> None:
         with pytest.raises(grpc.RpcError) as error:
             health.ask(channel, health.serving())  # it does not implement grpc.health.v1
         assert error.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    for model, well in (("echo", True), ("nothing", False)):  # as active health checks ask it
+        assert _grpc_blocking(Endpoint("a", servers[0].url, engine="mlserver", model=model), 60.0) is well
 
 
 # ------------------------------------------------------------------------------------------ Triton

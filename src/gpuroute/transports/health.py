@@ -1,8 +1,8 @@
 """Active health checks: one thread per process asks every endpoint of every router that opted in. Jittered, bounded.
 
-HTTP endpoints are asked for the path at which their engine says that it is ready, gRPC ones by the standard health
-protocol. An engine whose health check fails under mere load is not asked. What an answer leads to is decided in
-`core.health`.
+HTTP endpoints are asked for the path at which their engine says that it is ready, gRPC ones by the engine's own question
+or the standard health protocol. An engine whose health check fails under mere load is not asked. What an answer leads
+to is decided in `core.health`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 TICK_S = 0.1
 AT_A_TIME = 64
-SERVING = b"\x08\x01"
-"""grpc.health.v1.HealthCheckResponse with status SERVING, in the protobuf encoding."""
 
 
 class Checker:
@@ -145,18 +143,23 @@ async def _grpc(endpoint: Endpoint, timeout: float) -> bool:
 
 
 def _grpc_blocking(endpoint: Endpoint, timeout: float) -> bool:
-    """True if the server says SERVING, or answers without knowing the health protocol."""
+    """True if the server says that it is ready, or answers without knowing any of the questions."""
     import grpc
 
-    from gpuroute.transports.grpc_peers import Dialer, channel_options
+    from gpuroute.transports.grpc_peers import Dialer, Peer, channel_options
+    from gpuroute.transports.grpc_probes import probes_of
 
     options = channel_options((), connect_timeout=timeout, idle=60.0, trust_env=False)
     dial = Dialer(grpc.insecure_channel, grpc.secure_channel, options, None, None)
-    channel: Any = dial(endpoint)
+    peer = Peer(endpoint, dial(endpoint))
     try:
-        check = channel.unary_unary("/grpc.health.v1.Health/Check")
-        return bool(check(b"", timeout=timeout).startswith(SERVING))
-    except grpc.RpcError as error:
-        return error.code() is grpc.StatusCode.UNIMPLEMENTED
+        for probe in probes_of(endpoint):
+            ask: Any = peer.channel.unary_unary(probe.method)
+            try:
+                return probe.read(ask(probe.request, timeout=timeout, metadata=tuple(peer.headers.items())))
+            except grpc.RpcError as error:
+                if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
+                    return False
+        return True
     finally:
-        channel.close()
+        peer.channel.close()
