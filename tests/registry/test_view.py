@@ -326,3 +326,16 @@ def test_an_id_in_a_document_is_text_or_a_whole_number(ident: object, taken: str
     pools = view.pools(0.0)
     assert [endpoint.id for endpoint in pools["llama"].endpoints] == ([taken] if taken else [])
     assert bool(view.problems) == (not taken)
+
+
+@pytest.mark.parametrize("name", ["endpoint", "confg", "salt"])
+def test_what_a_pool_in_a_document_says_and_nobody_reads_is_a_problem(name: str) -> None:
+    view = View(grace=0.0)
+    pool = {"endpoints": ["http://a:1"], "config": {"policy": "p2c"}}
+    view.replace(document_records({"pools": {"llama": pool | {name: []}}}, "fleet.json"), 0.0)
+    assert shown(view, 0.0) == ["a:1"]
+    (problem,) = view.problems.values()
+    assert f"fleet.json: pool llama: nobody reads {name!r}" in problem
+    assert problem.endswith("accepted: endpoints, config")
+    view.replace(document_records({"pools": {"llama": pool}}, "fleet.json"), 0.0)
+    assert not view.problems

@@ -208,6 +208,8 @@ def document_records(document: object, where: str) -> dict[str, Record]:
             raise InvalidRecord(f"{where}: pool {name}: accepted: an object of `endpoints` (a list) and `config`")
         config = pool.get("config")
         records[f"{name}/config"] = {} if config is None else config
+        if text := unread(pool, ("endpoints", "config")):
+            records[f"{name}/"] = InvalidRecord(f"{where}: pool {name}: {text}")
         for number, item in enumerate(endpoints, 1):
             _add(records, str(name), number, {"url": item} if isinstance(item, str) else item)
     return records
