@@ -9,7 +9,7 @@ import pytest
 from gpuroute.agent.desk import Desk
 from gpuroute.agent.fetch import Reply
 from gpuroute.agent.health import SILENT_LIMIT, Health, Rates, Seen
-from gpuroute.agent.watch import Watch
+from gpuroute.agent.watch import UNSAID_S, Watch
 from gpuroute.core.asking import EngineState
 from gpuroute.engines.catalog import engine_of
 
@@ -144,3 +144,37 @@ def test_an_engine_that_takes_no_more_calls_says_so_and_silence_says_nothing(
     watch.warm = False
     asyncio.run(watch.look())
     assert not watch.leaving, "what was never ready is not leaving"
+
+
+def test_an_engine_that_owes_its_page_of_metrics_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = b"vllm:num_requests_running 5\nvllm:num_requests_waiting 3\nvllm:generation_tokens_total 7\n"
+    replies = {"/health": Reply(200), "/tokenize": Reply(200), "/metrics": Reply(200, page)}
+
+    async def fetched(_: str, path: str, **__: object) -> Reply:
+        return replies.get(path, Reply(404))
+
+    monkeypatch.setattr("gpuroute.agent.watch.fetch", fetched)
+    watch = Watch("http://engine", engine_of("vllm"), Desk("gpu-0"))
+    watch.warm = True
+    asyncio.run(watch.look())
+    sample = watch.desk.book.sample
+    assert (sample.running, sample.waiting) == (5, 3)
+    replies["/metrics"] = Reply(599)
+    for _ in range(SILENT_LIMIT + 1):
+        asyncio.run(watch.look())
+    assert watch.desk.book.sample is sample, "what it said last, and as old as that is"
+    assert watch.desk.state is EngineState.READY, "its health check answers"
+    assert not watch.idle, "draining waits for what ran"
+    watch._said_at -= 2 * UNSAID_S
+    asyncio.run(watch.look())
+    assert watch.idle, "it counts no longer: what clients announce is all that is known"
+    assert (watch.desk.book.sample.running, watch.desk.book.sample.waiting) == (0, 0)
+
+
+def test_an_engine_that_comes_back_without_its_metrics_is_there() -> None:
+    health = watched(seen())
+    health.refused()
+    health.present(60.0)
+    assert not health.gone
+    assert not health.hung(69.0)
+    assert health.answered(seen(), 70.0), "and another process, as soon as it says so"

@@ -51,6 +51,11 @@ class Health:
         self.restarts += restarted
         return restarted
 
+    def present(self, now: float) -> None:
+        """It answered, and said nothing of its work: neither progress nor a standstill can be seen."""
+        self.gone, self.silent = False, 0
+        self._progress_at = max(self._progress_at, now)
+
     def refused(self) -> None:
         """Nothing listens there."""
         self.gone = self._was_gone = True

@@ -7,6 +7,7 @@ Samples are the correction: the queue itself comes from takes and tells.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from typing import TYPE_CHECKING
 from urllib.parse import quote, urlsplit, urlunsplit
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 INTERVAL_S = 0.5
 TIMEOUT_S = 2.0
+UNSAID_S = 10.0
+"""An engine that is busy may owe its page of metrics for that long; what it said last grows old meanwhile."""
 
 
 class Watch:
@@ -52,6 +55,7 @@ class Watch:
         self.draining = False
         self.leaving = False
         self.looks = 0
+        self._said_at = -math.inf
         self._knock = engine.knock
 
     async def run(self) -> None:
@@ -70,7 +74,10 @@ class Watch:
         elif not reply.ok:
             self.health.unanswered()
         else:
-            self._saw(report, counters, now)
+            if report.requests is not None or now - self._said_at > UNSAID_S:
+                self._saw(report, counters, now)
+            else:  # to owe an answer is not to be idle
+                self.health.present(now)
             said = await self._leaves() if self.warm else False
             self.leaving = self.leaving if said is None else said
         self.settle(now)
@@ -119,6 +126,8 @@ class Watch:
         return self.health.gone or not self.report.requests
 
     def _saw(self, report: LoadReport, counters: Mapping[str, float], now: float) -> None:
+        if report.requests is not None:
+            self._said_at = now
         running, waiting = report.running, report.waiting or 0.0
         if running is None:
             running = report.in_flight or 0.0
