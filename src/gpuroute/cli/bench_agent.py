@@ -12,13 +12,13 @@ import multiprocessing
 import random
 import select
 import socket
-import statistics
 import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpuroute.agent.register import Rules
+from gpuroute.agent.server import open_socket
 from gpuroute.agent.service import Agent, Engine, Options
 from gpuroute.core.asking import AskBody, encode_ask
 from gpuroute.core.endpoint import Endpoint
@@ -30,28 +30,36 @@ if TYPE_CHECKING:
 KEY = b"bench"
 BATCH = 32
 HASHES = 4
+TURNS = 6
 PAGE_BYTES = 54_000  # of vLLM 0.9 with one model, and of nearly as many lines
 
 
 def measure_agent(seconds: float, rate: int) -> dict[str, float]:
-    """Figures of one agent process over loopback, while it looks at its engine."""
-    with process(engine) as (_, url), process(agent, url) as (pid, port):
-        address = ("127.0.0.1", int(port))
-        flood(address, 0.3)  # warm
+    """Figures of one agent process over loopback, while it looks at its engine; and, in turns, how long a process takes
+    that does nothing but answer."""
+    times: dict[str, list[float]] = {"": [], "floor_": []}
+    with process(engine) as (_, url), process(agent, url) as (pid, port), process(echo) as (_, bare):
+        flood(port, 0.3)  # warm
         start = cpu_of(pid)
-        answered, took = flood(address, seconds)
+        answered, took = flood(port, seconds)
         busy = cpu_of(pid) - start
-        times = sorted(paced(address, seconds, rate))
+        for _ in range(TURNS):
+            times[""] += paced(port, seconds / TURNS, rate)
+            times["floor_"] += paced(bare, seconds / TURNS, rate)
         resident = resident_of(pid)
+    quantiles = {"p50_ms": 0.5, "p99_ms": 0.99, "p999_ms": 0.999}
     return {
         "asks_per_s": round(answered / took),
         "asks_per_cpu_s": round(answered / max(busy, 0.01)),
         "rate": rate,
-        "p50_ms": round(1e3 * statistics.median(times), 4),
-        "p99_ms": round(1e3 * times[int(0.99 * len(times))], 4),
-        "p999_ms": round(1e3 * times[int(0.999 * len(times))], 4),
+        **{f"{kind}{name}": at(share, found) for kind, found in times.items() for name, share in quantiles.items()},
         "agent_rss_mib": round(resident, 1),
     }
+
+
+def at(share: float, times: list[float]) -> float:
+    """What so many of them were within, in milliseconds."""
+    return round(1e3 * sorted(times)[int(share * len(times))], 4)
 
 
 @contextmanager
@@ -79,10 +87,19 @@ def agent(pipe: Connection, url: str) -> None:
     )
 
     async def serve() -> None:
-        await Agent(options, say=lambda line: pipe.send(str(line["agent"]).rpartition(":")[2])).run()
+        await Agent(options, say=lambda line: pipe.send(int(str(line["agent"]).rpartition(":")[2]))).run()
 
     gc.freeze()  # as `gpuroute agent` does
     asyncio.run(serve())
+
+
+def echo(pipe: Connection) -> None:
+    """Who answers with the same at once. Says its port."""
+    sock = open_socket("127.0.0.1", 0, authenticated=False)
+    sock.setblocking(True)
+    pipe.send(sock.getsockname()[1])
+    while True:
+        sock.sendto(*sock.recvfrom(512))
 
 
 def engine(pipe: Connection) -> None:
@@ -124,9 +141,9 @@ def ask(number: int) -> bytes:
     return encode_ask(AskBody(4_000, hashes), number, int(time.time() * 1000), secret=KEY)
 
 
-def flood(address: tuple[str, int], seconds: float) -> tuple[int, float]:
+def flood(port: int, seconds: float) -> tuple[int, float]:
     """As many as it can: BATCH asks are always under way. Answers, and the seconds they took."""
-    sock = _client(address)
+    sock = _client(port)
     asks = [ask(number) for number in range(2_048)]
     sent = answered = 0
     started = time.perf_counter()
@@ -153,9 +170,9 @@ def _drain(sock: socket.socket) -> int:
         return count
 
 
-def paced(address: tuple[str, int], seconds: float, rate: int) -> list[float]:
+def paced(port: int, seconds: float, rate: int) -> list[float]:
     """Seconds from ask to answer at a steady rate; an answer that never came took infinitely long."""
-    sock = _client(address)
+    sock = _client(port)
     count = int(seconds * rate)
     asks = [ask(number) for number in range(count)]
     sent, times = [0.0] * count, [float("inf")] * count
@@ -173,9 +190,9 @@ def paced(address: tuple[str, int], seconds: float, rate: int) -> list[float]:
     return times
 
 
-def _client(address: tuple[str, int]) -> socket.socket:
+def _client(port: int) -> socket.socket:
     sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-    sock.connect(address)
+    sock.connect(("127.0.0.1", port))
     sock.setblocking(False)
     return sock
 
