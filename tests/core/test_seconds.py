@@ -20,6 +20,7 @@ from gpuroute.core.speed import shrunk
 from gpuroute.core.trust import Trust
 
 LADDER = (11, 12, 13, 14, 15, 16)
+APART = tuple(rung * 0x9E3779B97F4A7C15 % 2**64 for rung in LADDER)  # on the ring
 
 
 def stage(count: int = 8, *, agents: bool = True, kinds: dict[str, str] | None = None, **rules: Any) -> Stage:
@@ -85,6 +86,47 @@ def test_no_call_asks_more_than_a_handful_and_never_one_alone(ladder: tuple[int,
     for _ in range(50):
         asked = picker(world).candidates(Ask(None, ladder, 8_000))
         assert 2 <= len(set(asked)) == len(asked) <= MOST
+
+
+def homes_of(world: Stage, ladder: tuple[int, ...], key: int | None = None) -> list[str]:
+    ask = Ask(key, ladder, 8_000)
+    return [state.id for state, _, why in picker(world).consider(ask) if why == "home"]
+
+
+def test_whoever_asks_for_a_prefix_asks_the_same_homes_and_one_at_random() -> None:
+    one, other = stage(64), stage(64)
+    homes = homes_of(one, LADDER)
+    assert len(homes) == MOST - 1
+    assert homes_of(other, LADDER) == homes == homes_of(one, LADDER[:3])
+    assert homes_of(one, (), 13) == homes_of(other, (), 13) == homes, "a session is a key like any prefix"
+    assert len(homes_of(one, LADDER[:2])) == 2, "of a short prompt little is to be found"
+    assert len(picker(one).candidates(Ask(None, LADDER, 8_000))) == MOST
+
+
+def test_a_crowded_prefix_keeps_two_homes_and_the_next_one_that_is_not_gets_its_own() -> None:
+    world = stage(64)
+    crowded, deeper = homes_of(world, APART), homes_of(world, (*APART[:2], APART[3]))
+    elsewhere = [f"gpu-{n}" for n in range(64) if f"gpu-{n}" not in crowded][:4]
+    for owner in elsewhere:
+        world.pool.placements.remember(APART[:3], owner)
+    found = homes_of(world, APART)
+    assert found[:2] == crowded[:2]
+    assert set(found) - set(crowded) <= set(deeper)
+    assert set(found) & (set(deeper) - set(crowded)), "nobody looks where the rest of the prompt is"
+    assert len(homes_of(world, APART[:3])) == 2, "the whole prompt is crowded: the others are drawn at random"
+    for owner in crowded[:2]:
+        world.pool.placements.remember(APART[:3], owner)
+    assert homes_of(world, APART)[: MOST - 2] == [home for home in crowded if home != crowded[1]][: MOST - 2]
+
+
+def test_what_every_prompt_begins_with_makes_nobody_a_candidate() -> None:
+    world = stage(64)
+    world.pool.placements.remember(LADDER[:2], "gpu-9")
+    reasons = [why for _, _, why in picker(world).consider(Ask(None, LADDER, 8_000))]
+    assert "placed before" not in reasons
+    world.pool.placements.remember(LADDER[:3], "gpu-9")
+    reasons = [why for state, _, why in picker(world).consider(Ask(None, LADDER, 8_000)) if state.id == "gpu-9"]
+    assert reasons == ["placed before"]
 
 
 def test_without_a_prefix_four_are_asked() -> None:

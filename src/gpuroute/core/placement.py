@@ -69,9 +69,13 @@ class Placements:
                     found[owner] = index
         return found
 
+    def owners(self, key: int) -> tuple[str, ...]:
+        """The endpoints that were given a prompt with this prefix, the latest first; at most `OWNERS`."""
+        return self._young.get(key) or self._old.get(key) or ()
+
     def owner(self, key: int) -> str | None:
         """The endpoint that was last given a prompt with this prefix."""
-        owners = self._young.get(key) or self._old.get(key)
+        owners = self.owners(key)
         return owners[0] if owners else None
 
     def forget(self, key: int) -> None:

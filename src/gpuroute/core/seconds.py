@@ -40,8 +40,9 @@ class SecondsRules:
 
     `alpha` is 2 at a mean backlog of `alpha_tokens`. Blind = without a bid. `kv_slope`: by how much prefill is slower
     beside the decodes of a full KV cache; where KV use is not known, `running_slope` is that per running sequence.
-    Rungs: which hashes of the ladder have homes, and how many. `calm`, `placed`: at most so many blind candidates that
-    were calm lately, and that were given the prefix before. `failure_s` fades over `failure_fade_s`.
+    `ask_homes`: of the first 1,024 tokens, for those who ask. Rungs: which hashes of the ladder have homes, and how many,
+    for others, shorter prompts, and where some endpoints are far. `calm`, `placed`: at most so many blind candidates
+    that were calm lately, and that were given the prefix before. `failure_s` fades over `failure_fade_s`.
     """
 
     alpha_max: float = 30.0
@@ -56,6 +57,7 @@ class SecondsRules:
     neighbour_s: float = 0.002
     failure_s: float = 1.0
     failure_fade_s: float = 5.0
+    ask_homes: int = 5
     ask_rungs: tuple[tuple[int, int], ...] = ((2, 2), (4, 2))
     blind_rungs: tuple[tuple[int, int], ...] = ((2, 1),)
     calm: int = 4
@@ -77,8 +79,8 @@ class Soonest:
         self._sources = Strata(kit, self.rules, self.ring) if asks else Sources(kit, self.rules, self.ring, asks=False)
 
     def candidates(self, ask: Ask) -> Sequence[EndpointState]:
-        """A handful, drawn once per call. With agents at most six: last placement, homes of 1,024 and of 4,096 tokens
-        (two each), random ones. Without: the four best placements, one home, four that were calm lately, two random."""
+        """A handful, drawn once per call. With agents at most six: last placement, homes of 1,024 tokens, at least one at
+        random. Without: the four best placements, one home, four that were calm lately, two random."""
         return tuple(self._drawn(ask))
 
     def pick(self, ask: Ask, tried: Container[EndpointState] = ()) -> EndpointState | None:
