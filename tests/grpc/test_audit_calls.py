@@ -148,6 +148,39 @@ def test_metadata_come_in_any_shape_in_asyncio(server: Server, odd: str) -> None
     assert asyncio.run(on_routed()) == asyncio.run(on_plain())
 
 
+# ------------------------------------------------------------------------------------------ misuse, in asyncio
+
+KINDS: dict[str, Callable[..., Any]] = {
+    "unary_unary": lambda channel, **how: channel.unary_unary(method("Echo"))(b"x", **how),
+    "unary_stream": lambda channel, **how: channel.unary_stream(method("Count"))(b"1", **how),
+    "stream_unary": lambda channel, **how: channel.stream_unary(method("Collect"))([b"1"], **how),
+    "stream_stream": lambda channel, **how: channel.stream_stream(method("Chat"))([b"1"], **how),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_call_that_cannot_begin_says_so_to_who_begins_it(server: Server, kind: str) -> None:
+    """As a plain channel does: call credentials want TLS."""
+
+    async def misused(channel: grpc.aio.Channel) -> str:
+        assert await channel.unary_unary(method("Who"))(b"") == b"s0"
+        with pytest.raises(grpc.aio.UsageError) as error:
+            KINDS[kind](channel, credentials=grpc.access_token_call_credentials("secret"))
+        return str(error.value)
+
+    async def on_plain() -> Any:
+        async with grpc.aio.insecure_channel(server.target) as channel:
+            return await misused(channel)
+
+    async def on_routed() -> Any:
+        async with gpuroute.grpc.aio.channel(router, "p") as channel:
+            return await misused(channel)
+
+    router = router_of(server.url)
+    assert asyncio.run(on_routed()) == asyncio.run(on_plain())
+    assert drained(router)
+
+
 # ------------------------------------------------------------------------------------------ half-closing, in asyncio
 
 WRITTEN = {"stream_unary": "Collect", "stream_stream": "Chat"}

@@ -199,7 +199,7 @@ class _Method(Multicallable):
         if asker is not None and asker.worth_asking(rpc.call):
             flight.launch_later(_ask(flight, rpc, asker))
         else:
-            flight.launch()
+            flight.launch(first=True)
         if self.streaming and self._one and rpc.call.pool.rules.watchdog.enabled:
             flight.watch()
 

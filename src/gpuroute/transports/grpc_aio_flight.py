@@ -120,8 +120,11 @@ class Flight:
         self.credentials = credentials
         self.compression = compression
 
-    def launch(self) -> None:
-        """Begin the next attempt, now or when its delay has passed."""
+    def launch(self, *, first: bool = False) -> None:
+        """Begin the next attempt, now or when its delay has passed.
+
+        `first`: who began the call is here, and an exception tells him why it cannot begin.
+        """
         if self.over:
             return
         rpc = self.rpc
@@ -143,6 +146,8 @@ class Flight:
                 return
             rpc.cancelled()
             self.end(error)
+            if first:
+                raise
             return
         self.inner = inner
         if self._awaited:
