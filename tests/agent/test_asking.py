@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import socket
 import threading
@@ -58,7 +59,7 @@ def test_the_endpoint_that_says_less_is_picked(how: str) -> None:
 @both
 def test_bids_are_the_agents_own_words(how: str) -> None:
     with AgentThread(desks(2)) as agent:
-        agent.desks[1].sampled(Sample(time.monotonic(), running=7, waiting=2, kv_usage=0.25, queued_tokens=1_234))
+        agent.desks[1].sampled(Sample(math.inf, running=7, waiting=2, kv_usage=0.25, queued_tokens=1_234))
         router, asker = router_of(agent.endpoints())
         call = call_of(router)
         asking = asked(asker, call, how)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpuroute.agent.book import EXPIRE_S, OVERTAKEN_S, Book, Sample
+from gpuroute.agent.desk import Desk
 
 RATE = 20e-6
 
@@ -61,3 +62,21 @@ def test_waiting_requests_that_nobody_announced_count_as_well() -> None:
     assert book.queued_tokens(100.0) == 8_000, "those are the ones that were taken"
     book.sampled(Sample(100.0, running=3, waiting=5))
     assert book.queued_tokens(100.0) == 8_000 + 3 * 4_000
+
+
+def test_who_waited_when_the_engine_was_last_seen_is_not_waited_for_for_ever() -> None:
+    book = Book(prior=1e-3)
+    book.take(1, 2_000, 2_000, 100.0)
+    book.sampled(Sample(100.5, running=3, waiting=9, queued_tokens=50_000))
+    assert (book.waiting(101.0), book.queued_tokens(101.0)) == (9, 50_000)
+    assert book.waiting(103.0) == 1, "nobody has looked for a while: what clients said since is all that is known"
+    assert 0 < book.queued_tokens(103.0) <= 2_000
+    book.sampled(Sample(103.5, running=3, waiting=9, queued_tokens=50_000))
+    assert book.waiting(103.6) == 9
+
+
+def test_a_bid_says_how_old_the_engines_own_counts_are() -> None:
+    desk = Desk("gpu-0")
+    desk.sampled(Sample(100.0, running=3))
+    assert desk.bid(1, 100, (), 100.4).age == pytest.approx(0.4)
+    assert desk.bid(2, 100, (), 130.0).age == pytest.approx(30.0)

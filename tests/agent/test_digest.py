@@ -6,6 +6,7 @@ import asyncio
 import gc
 import gzip
 import json
+import math
 import os
 import socket
 import subprocess
@@ -266,7 +267,7 @@ def entries(digest: Digest) -> dict[str, Entry]:
 
 def test_agents_are_collected_over_both_transports(eventually: Callable[..., None]) -> None:
     given_udp, given_grpc = desks(3), desks(5)[3:]
-    given_udp[1].sampled(Sample(0.0, running=3, waiting=2, kv_usage=0.25))
+    given_udp[1].sampled(Sample(math.inf, running=3, waiting=2, kv_usage=0.25))
     given_udp[2].state = EngineState.DRAINING
     with AgentThread(given_udp) as udp, GrpcAgent(given_grpc, (SECRET,)) as grpc:
         silent = Endpoint("silent", "http://127.0.0.1:1", agent=f"udp://127.0.0.1:{closed_udp_port()}")
@@ -546,7 +547,7 @@ def test_who_drips_is_left_for_the_spare(eventually: Callable[..., None], monkey
 
 def test_a_router_learns_from_it_without_asking(eventually: Callable[..., None]) -> None:
     given = desks(2)
-    given[0].sampled(Sample(0.0, running=9, waiting=8, kv_usage=0.9))
+    given[0].sampled(Sample(math.inf, running=9, waiting=8, kv_usage=0.9))
     with AgentThread(given) as agent, Collected(fleet_of(agent.endpoints())) as it:
         settings = {"digest": it.url, "agent_key": KEY, "asks": "off"}
         with Router(endpoints={"p": agent.endpoints()}, **settings) as router:
@@ -683,7 +684,7 @@ def test_eight_processes_share_one_digest_and_go_on_without_it(tmp_path: Path, e
 
     def queues(busy: set[str]) -> dict[str, int]:
         for desk in given:
-            desk.sampled(Sample(0.0, running=9, waiting=40 * (desk.id in busy), kv_usage=0.5))
+            desk.sampled(Sample(math.inf, running=9, waiting=40 * (desk.id in busy), kv_usage=0.5))
         return {desk.id: 40 * (desk.id in busy) for desk in given}
 
     def digest(port: int) -> AgentProcess:

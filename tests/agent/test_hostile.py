@@ -95,7 +95,21 @@ def test_asks_come_out_as_they_went_in(tokens: int, hashes: list[int], id_: int,
     assert decode_ask(body) == (min(tokens, UNKNOWN - 1), tuple(hashes[:MAX_HASHES]))
 
 
-@given(st.builds(BidBody, U32, U32, U32, st.floats(-1, 2), st.sampled_from(EngineState), st.none() | U32, U32, U32, U32))
+@given(
+    st.builds(
+        BidBody,
+        U32,
+        U32,
+        U32,
+        st.floats(-1, 2),
+        st.sampled_from(EngineState),
+        st.none() | U32,
+        U32,
+        U32,
+        U32,
+        st.floats(0, 1e9),
+    )
+)
 def test_bids_come_out_as_they_went_in_as_far_as_they_fit(bid: BidBody) -> None:
     header, body = open_message(encode_bid(bid, 7, 8, 9))
     out = decode_bid(body)
@@ -103,6 +117,7 @@ def test_bids_come_out_as_they_went_in_as_far_as_they_fit(bid: BidBody) -> None:
     assert (out.state, out.identity, out.epoch) == (bid.state, bid.identity, bid.epoch)
     assert (out.running, out.waiting) == (min(bid.running, 65_535), min(bid.waiting, 65_535))
     assert out.kv_usage == pytest.approx(min(1.0, max(0.0, bid.kv_usage)), abs=1e-4)
+    assert out.age == pytest.approx(min(25.5, bid.age), abs=0.1)
     assert out.matched_tokens == (None if bid.matched_tokens is None else min(bid.matched_tokens, UNKNOWN - 1))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -12,11 +12,12 @@ from gpuroute.core.call import Call
 from gpuroute.core.candidates import Ask
 from gpuroute.core.endpoint import Endpoint
 from gpuroute.core.fleet import PoolSpec
+from gpuroute.core.hedge import HedgeRules
 from gpuroute.core.learning import learn_bid
 from gpuroute.core.outcome import Outcome
 from gpuroute.core.pool import Pool, PoolRules
 from gpuroute.core.report import Report
-from gpuroute.core.trust import DOUBT_S, FADE_S, Trust, overdue
+from gpuroute.core.trust import DOUBT_S, FADE_S, Trust, alarm, overdue, second_opinion, wants_second_opinion
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -189,3 +190,109 @@ def test_who_does_not_bid_is_expected_to_be_as_busy_as_the_others() -> None:
     pool = make_pool()
     pool.shared.speeds.backlog = 2_000.0
     assert attempt_of(pool, 0.0, gpu_0=BUSY)[1].state.id == "gpu-1", "and no busier: it is not excluded"
+
+
+# ------------------------------------------------------------------------------------------ second opinions
+
+AGENT = Report(0.0, running=20, waiting=1, queued_tokens=9_000, kv_usage=0.61, matched_tokens=4_000, source="agent:READY")
+ENGINE = Report(0.0, running=22, waiting=2, kv_usage=0.6, source="engine:READY")
+
+
+def make_asked(**rules: Any) -> Pool:
+    endpoints = tuple(Endpoint(f"gpu-{n}", f"http://gpu-{n}", agent=f"udp://10.0.0.{n}:1") for n in range(2))
+    return Pool(PoolSpec("p", endpoints), PoolRules(policy="auto", **rules), random=lambda: 0.3)
+
+
+def test_where_all_is_well_no_engine_is_asked() -> None:
+    pool = make_asked()
+    state = pool.snapshot.states[0]
+    assert not wants_second_opinion(state, 0.0)
+    learn_bid(state, AGENT, 0.0)
+    assert not wants_second_opinion(state, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("said", "believed"),
+    [(AGENT, True), (AGENT._replace(running=0, waiting=0), False), (AGENT._replace(waiting=30), False), (None, False)],
+    ids=["agrees", "idle", "busier", "mute"],
+)
+def test_an_agent_and_its_engine_side_by_side(said: Report | None, believed: bool) -> None:
+    state = make_asked().snapshot.states[0]
+    counts = second_opinion(state, said, ENGINE, 5.0)
+    assert counts is (AGENT if believed else ENGINE)
+    assert wants_second_opinion(state, 6.0) is (said is not None and not believed and state.report is not None)
+    if said is not None and not believed:
+        learn_bid(state, said._replace(at=6.0), 0.0)
+        assert wants_second_opinion(state, 6.0), "until they agree again"
+
+
+def test_who_agrees_with_its_engine_is_believed_again() -> None:
+    state = make_asked().snapshot.states[0]
+    state.trust = Trust()
+    state.trust.learn(0.0, 3.0, 0.0)
+    said = [second_opinion(state, AGENT, ENGINE, float(second)) for second in range(6)]
+    assert said[0] is ENGINE, "not at once"
+    assert said[-1] is AGENT, "but soon, and not in a minute"
+
+
+def test_once_somebody_was_found_out_everybody_is_checked_once() -> None:
+    pool = make_asked()
+    liar, other = pool.snapshot.states
+    second_opinion(liar, AGENT._replace(running=0, waiting=0), ENGINE, 5.0)
+    assert wants_second_opinion(other, 6.0)
+    second_opinion(other, AGENT, ENGINE, 6.0)
+    assert not wants_second_opinion(other, 7.0)
+    alarm(pool.shared.speeds, 30.0)  # another one, in the same minute
+    assert not wants_second_opinion(other, 31.0)
+    alarm(pool.shared.speeds, 5.0 + FADE_S + 1)
+    assert wants_second_opinion(other, 5.0 + FADE_S + 2)
+    assert not wants_second_opinion(other, 5.0 + 2 * FADE_S + 2), "nobody has to be reachable for it"
+
+
+def test_of_an_agent_that_has_not_looked_for_long_the_takes_count_and_the_engine_for_the_rest() -> None:
+    pool = make_asked()
+    state = pool.snapshot.states[0]
+    old = AGENT._replace(age=9.0)
+    for second in range(8):
+        learn_bid(state, old._replace(at=float(second)), 0.0)
+    assert state.trust is None, "it says itself that nothing moves"
+    assert wants_second_opinion(state, 8.0)
+    counts = second_opinion(state, old, ENGINE._replace(queued_tokens=20_000), 8.0)
+    assert (counts.running, counts.waiting, counts.kv_usage) == (22, 2, 0.6)
+    assert (counts.queued_tokens, counts.matched_tokens) == (20_000, 4_000)
+    assert second_opinion(state, old, ENGINE, 8.0).queued_tokens == 9_000
+    assert state.trust is None
+
+
+def test_an_engine_that_stands_in_is_not_charged_for_its_agent_and_promises_nothing() -> None:
+    pool = make_asked()
+    for state in pool.snapshot.states:
+        state.trust = Trust()
+        state.trust.learn(0.0, 10.0, 0.0)
+    call = Call(pool, 0.0, ask=Ask(tokens=1_000))
+    call.ask.bids = {"gpu-0": ENGINE, "gpu-1": AGENT}
+    attempt = call.next_attempt(0.0)
+    assert attempt.state.id == "gpu-0"
+    assert attempt.promised is None
+    attempt.first_token(0.1)
+    assert attempt.state.trust.lateness(0.1) > 7.0, "its agent is not forgiven for that"
+
+
+def test_a_call_whose_promise_is_broken_is_moved_if_reroutes_are_on() -> None:
+    pool = make_asked(hedge=HedgeRules(reroute=True))
+    call = Call(pool, 0.0, ask=Ask(tokens=1_000))
+    call.ask.bids = {"gpu-0": IDLE, "gpu-1": BUSY}
+    attempt = call.next_attempt(0.0)
+    assert attempt.state.id == "gpu-0"
+    due = call.hedge_after(attempt)
+    assert 1.0 < due < 2.0
+    attempt.promised = 3.0
+    assert call.hedge_after(attempt) > due + 8.0, "not before it is broken"
+    attempt.promised = 0.001
+    for second in range(200):
+        pool.arrivals.add(second / 100, 1.0)  # calls that pay for it
+    other = call.hedge(due)
+    assert other is not None
+    assert other.state.id == "gpu-1"
+    assert attempt.state.trust.lateness(due) > DOUBT_S
+    assert wants_second_opinion(other.state, due)

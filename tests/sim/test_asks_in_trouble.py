@@ -36,6 +36,19 @@ def test_liars_are_found_out() -> None:
     assert mean_ttft("auto+asks", liars=0.1) < 1.6 * mean_ttft("auto+asks")
 
 
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        {"liars": 0.1, "second_opinions": True},
+        {"frozen_at": 30.0, "frozen": 0.1, "second_opinions": True},
+        {"frozen_at": 30.0, "frozen": 0.1, "frozen_sample": True},
+    ],
+    ids=str,
+)
+def test_engines_say_what_their_agents_do_not(trouble: dict[str, float]) -> None:
+    assert mean_ttft("auto+asks", **trouble) < 1.3 * mean_ttft("auto+asks")
+
+
 @pytest.mark.parametrize("trouble", [{}, {"loss": 0.3}, {"liars": 0.1}, {"coverage": 0.5}, {"frozen_at": 45.0}], ids=str)
 def test_a_digest_that_all_share_is_better_than_none_and_herds_nobody(trouble: dict[str, float]) -> None:
     """News of 0.5 to 1.5 s, the same for everybody; some of it false, missing, or of long ago."""

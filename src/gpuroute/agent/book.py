@@ -14,6 +14,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, NamedTuple
 
 from gpuroute.core.prefix import BLOCK_TOKENS, DEPTHS
+from gpuroute.core.report import OLD_S
 from gpuroute.core.speed import TELLING_TOKENS, UNKNOWN_PRIOR, Rate
 
 if TYPE_CHECKING:
@@ -186,6 +187,8 @@ class Book:
         if self._takes:
             head = next(iter(self._takes.values()))
             own -= min(PROGRESS * head.uncached, (now - self._head_since) / self.prefill_s)
+        if now - self.sample.at > OLD_S:  # whoever waited then is served by now
+            return int(own)
         if self.sample.queued_tokens >= 0:
             return max(self.sample.queued_tokens, int(own))
         return int(own + self._strangers * self.mean_tokens)
@@ -193,7 +196,8 @@ class Book:
     def waiting(self, now: float) -> int:
         """Requests ahead of a newcomer."""
         self._expire(now)
-        return max(self.sample.waiting, len(self._takes))
+        own = len(self._takes)
+        return own if now - self.sample.at > OLD_S else max(self.sample.waiting, own)
 
     def _expire(self, now: float) -> None:
         while self._asks and now - next(iter(self._asks.values()))[0] > EXPIRE_S:

@@ -58,6 +58,7 @@ class Desk:
             self.identity,
             self.epoch,
             int(math.exp(book.rate.log) * 1e9),
+            max(0.0, now - sample.at),
         )
 
     def take(self, id_: int, uncached: int, tokens: int, now: float) -> None:

@@ -101,7 +101,17 @@ def _add_trouble(parser: argparse.ArgumentParser) -> None:
     )
     add("--report-frozen-share", type=SHARE, default=1.0, help="share of servers whose agents freeze then")
     add("--coverage", type=SHARE, default=1.0, help="share of servers that answer asks")
+    add(
+        "--report-frozen-sample",
+        action="store_true",
+        help="only their look at the engine freezes, and they say how old it is",
+    )
     add("--liars", type=SHARE, default=0.0, help="share of agents that always say idle")
+    add(
+        "--second-opinions",
+        action="store_true",
+        help="where an agent is not believed, its engine is asked for its counts",
+    )
     add("--cache-error", type=SHARE, default=0.0, help="agents misjudge the cached prefix by up to that share")
     add("--scale-h", type=FACTOR, default=1.0, help="factor on the step model's h; --scale-a, --scale-k likewise")
     add("--scale-a", type=FACTOR, default=1.0)
@@ -231,7 +241,9 @@ def _scenario(args: argparse.Namespace) -> Scenario:
             frozen_at=args.report_frozen_at,
             frozen=args.report_frozen_share,
             coverage=args.coverage,
+            frozen_sample=args.report_frozen_sample,
             liars=args.liars,
+            second_opinions=args.second_opinions,
             cache_error=args.cache_error,
         ),
         events=tuple(parse_event(text) for text in args.event),

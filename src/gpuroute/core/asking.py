@@ -7,13 +7,13 @@ is zero, which agents accept on loopback only unless told otherwise.
 |--------|---------------------------------------------------------------------------------------------------|
 | header | magic "GR" 2, version 1, kind 1, key number 1, reserved 1, engine 2, epoch milliseconds 8, id 8    |
 | ask    | prompt tokens 4, count of hashes 1, reserved 3, then 8 for each ladder hash, shallow to deep       |
-| bid    | queued tokens 4, running 2, waiting 2, KV use / 65535 2, state 1, reserved 1, matched tokens 4     |
-|        | (0xffffffff: unknown), identity 4, epoch 4, microseconds per 1,000 prompt tokens 4                 |
+| bid    | queued tokens 4, running 2, waiting 2, KV use / 65535 2, state 1, age of these counts in tenths of |
+|        | a second 1, matched tokens 4 (0xffffffff: unknown), identity 4, epoch 4, us per 1,000 tokens 4     |
 | take   | uncached tokens 4, prompt tokens 4                                                                 |
 | tell   | TTFT in microseconds 4, cached tokens 4 (0xffffffff: unknown)                                      |
 
 The id of a call is in all four of its messages. A bid (68 bytes) is never twice as large as an ask (48 at least), so a
-forged source address gains nothing. Malformed input raises Garbled, whatever it is; nothing else.
+forged source address gains nothing. Malformed input raises Garbled, nothing else. An age of 0 may be an older agent's.
 """
 
 from __future__ import annotations
@@ -30,22 +30,20 @@ from gpuroute.errors import GpurouteError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-VERSION = 1
+VERSION, MAX_HASHES, UNKNOWN = 1, 8, 0xFFFFFFFF
 GRPC_METHOD = "/gpuroute.Agent/Say"  # over gRPC the same messages are the payload of this one
-MAX_HASHES = 8
-UNKNOWN = 0xFFFFFFFF
 LOSSY, VERY_LOSSY = 0.15, 0.4  # asks that had to be sent again, as a share
 
 _HEAD = "!2sBBBxHQQ"
 _HEADER = struct.Struct(_HEAD)
 _ASK = struct.Struct("!IB3x")
-_BID = struct.Struct("!IHHHBxIIII")
+_BID = struct.Struct("!IHHHBBIIII")
 _PAIR = struct.Struct("!II")
 _WHOLE_ASKS = tuple(struct.Struct(f"{_HEAD}IB3x{count}Q") for count in range(MAX_HASHES + 1))
-_WHOLE_BID = struct.Struct(f"{_HEAD}IHHHBxIIII")
+_WHOLE_BID = struct.Struct(f"{_HEAD}IHHHBBIIII")
 _WHOLE_PAIR = struct.Struct(f"{_HEAD}II")
 _BID_HEAD = b"GR\x01\x02\x00"  # magic, version, kind, key number: what bids to this process begin with
-_READ_BID = struct.Struct(f"!6xH16xIHHHBxIII{4 + TAG}x")
+_READ_BID = struct.Struct(f"!6xH16xIHHHBBIII{4 + TAG}x")
 _NO_TAG = bytes(TAG)
 
 
@@ -96,7 +94,7 @@ class AskBody(NamedTuple):
 
 class BidBody(NamedTuple):
     """`kv_usage` in 0..1; `identity`: hash of the endpoint's id, so that a wrong port is noticed; `epoch` counts engine
-    starts; `prefill_us`: microseconds per 1,000 prompt tokens."""
+    starts; `prefill_us`: microseconds per 1,000 prompt tokens; `age`: seconds since the engine was last heard."""
 
     queued_tokens: int
     running: int
@@ -107,6 +105,7 @@ class BidBody(NamedTuple):
     identity: int
     epoch: int
     prefill_us: int
+    age: float = 0.0
 
 
 class TakeBody(NamedTuple):
@@ -138,7 +137,7 @@ def encode_ask(body: AskBody, id_: int, sent_ms: int, engine: int = 0, key: int 
 
 def encode_bid(body: BidBody, id_: int, sent_ms: int, engine: int = 0, key: int = 0, secret: bytes = b"") -> bytes:
     """The answer to an ask."""
-    queued, running, waiting, kv_usage, state, matched, identity, epoch, prefill_us = body
+    queued, running, waiting, kv_usage, state, matched, identity, epoch, prefill_us, age = body
     data = _WHOLE_BID.pack(
         *(b"GR", VERSION, _KIND_BID, key, engine, sent_ms, id_),
         _u32(queued),
@@ -146,6 +145,7 @@ def encode_bid(body: BidBody, id_: int, sent_ms: int, engine: int = 0, key: int 
         min(waiting, 0xFFFF),
         int(0xFFFF * kv_usage + 0.5) if 0.0 <= kv_usage < 1.0 else 0xFFFF * (kv_usage > 0.0),
         state,
+        int(10 * age) if age < 25.5 else 0xFF,
         UNKNOWN if matched is None else _u32(matched),
         identity & UNKNOWN,
         epoch & UNKNOWN,
@@ -197,24 +197,26 @@ def decode_ask(body: bytes) -> AskBody:
 
 def decode_bid(body: bytes) -> BidBody:
     """The body of a bid. Raises Garbled."""
-    queued, running, waiting, kv, state, matched, identity, epoch, prefill = _fixed(_BID, body)
+    queued, running, waiting, kv, state, age, matched, ident, epoch, prefill = _fixed(_BID, body)
     if state >= len(_STATES):
         raise Garbled(f"state {state} is unknown")
-    return BidBody(queued, running, waiting, kv / 0xFFFF, _STATES[state], _known(matched), identity, epoch, prefill)
+    return BidBody(
+        queued, running, waiting, kv / 0xFFFF, _STATES[state], _known(matched), ident, epoch, prefill, age / 10
+    )
 
 
-def read_bid(data: bytes, secret: bytes = b"") -> tuple[int, int, int, tuple[int, int, int, float, int, int]]:
+def read_bid(data: bytes, secret: bytes = b"") -> tuple[int, int, int, tuple[int, int, int, float, int, int, float]]:
     """`open_message` and `decode_bid` in one step: identity, engine number, state, and what a report says of it (running,
-    waiting, queued tokens, KV use, matched tokens or -1, epoch). Raises Garbled."""
+    waiting, queued tokens, KV use, matched tokens or -1, epoch, age). Raises Garbled."""
     if len(data) != _READ_BID.size or data[:5] != _BID_HEAD:
         raise Garbled(f"not a bid of version {VERSION}")
     if secret and not hmac.compare_digest(data[-TAG:], tag(data[:-TAG], secret)):
         raise Garbled("the tag does not match")
-    engine, queued, running, waiting, kv, state, matched, identity, epoch = _READ_BID.unpack(data)
+    engine, queued, running, waiting, kv, state, age, matched, identity, epoch = _READ_BID.unpack(data)
     if state >= len(_STATES):
         raise Garbled(f"state {state} is unknown")
     matched = -1 if matched == UNKNOWN else matched
-    return identity, engine, state, (running, waiting, queued, kv / 0xFFFF, matched, epoch)
+    return identity, engine, state, (running, waiting, queued, kv / 0xFFFF, matched, epoch, age / 10)
 
 
 def decode_take(body: bytes) -> TakeBody:

@@ -56,7 +56,9 @@ class Entry(NamedTuple):
         queued = self.queued_tokens
         if self.state != EngineState.READY:
             queued = max(0, queued) + NOT_READY_TOKENS
-        return Report(at, self.running, self.waiting, queued, self.kv / 1000, -1, self.epoch, SOURCES[self.state])
+        return Report(
+            at, self.running, self.waiting, queued, self.kv / 1000, epoch=self.epoch, source=SOURCES[self.state]
+        )
 
 
 class View:

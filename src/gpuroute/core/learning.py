@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from gpuroute.core.report import CARRIED, Queue
 from gpuroute.core.speed import TELLING_TOKENS, Rate, shrunk
-from gpuroute.core.trust import Trust, learn_blind, learn_usual
+from gpuroute.core.trust import Trust, alarm, learn_blind, learn_usual
 
 CALM_S = 0.1  # a wait below that is none
 UNHEARD_S = 5.0  # of who was silent for that long nothing is known
@@ -33,7 +33,7 @@ def learn_attempt(state: EndpointState, attempt: Attempt, now: float) -> None:
         state.trust = Trust()
     state.trust.learn(attempt.promised, seconds, now)
     state.pool.speeds.words.learn(attempt, attempt.promised, seconds, now)
-    learn_usual(state.pool.speeds, attempt.promised, seconds)
+    learn_usual(state.pool.speeds, attempt.promised, seconds, now)
 
 
 def learn_first_token(
@@ -97,10 +97,11 @@ def learn_bid(state: EndpointState, bid: Report, mean_tokens: float) -> None:
         speeds.bids += 1
     speeds.backlog += 0.02 * ((queued if queued >= 0 else waiting * mean_tokens) - speeds.backlog)
     speeds.mean_requests += 0.02 * (running + waiting - speeds.mean_requests)
-    if last is not None and running and bid[1:5] == last[1:5] and _is_fine(kv_usage):
+    if last is not None and running and bid[1:5] == last[1:5] and not bid.is_old and _is_fine(kv_usage):
         if at - last.at > FROZEN_S:
             state.trust = state.trust or Trust()
             state.trust.doubt(at)
+            alarm(speeds, at)
         return  # the same again is no news
     if last is None or at >= last.at:
         state.report = bid

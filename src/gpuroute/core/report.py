@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 FADE_S = 10.0  # a queue behind a full KV cache lasts as long as an answer: some ten seconds, not one
 MAX_AGE_S = 10.0
+OLD_S = 2.0  # agents look twice a second, and wait that long for an answer
 CARRIED = "orca"  # the source of what came with an answer, unasked
 
 
@@ -22,6 +23,7 @@ class Report(NamedTuple):
     """Server truth. `queued_tokens`: prompt tokens waiting for prefill; -1 where the server only counts requests.
 
     `matched_tokens`: of the prompt that was asked about, -1 if unknown. `epoch` changes when the engine restarts.
+    `age`: of the engine's own counts in a bid, in seconds; past `OLD_S` an agent goes by what clients told it since.
     """
 
     at: float
@@ -31,7 +33,13 @@ class Report(NamedTuple):
     kv_usage: float = 0.0
     matched_tokens: int = -1
     epoch: int = 0
+    age: float = 0.0
     source: str = ""
+
+    @property
+    def is_old(self) -> bool:
+        """True if nobody has looked at the engine for a while."""
+        return self.age > OLD_S
 
     def queue_tokens(self, mean_tokens: float) -> float:
         """Prompt tokens ahead of a newcomer, from requests if the server does not count tokens."""

@@ -20,7 +20,7 @@ from gpuroute.core.report import faded, own_work
 from gpuroute.core.sources import HOME, HOME_RUNG, Sources, prompt_tokens
 from gpuroute.core.speed import Speeds, shrunk
 from gpuroute.core.strata import Strata
-from gpuroute.core.trust import DOUBT_S, blind_queue, overdue, says_idle
+from gpuroute.core.trust import DOUBT_S, blind_queue, late_by, says_idle, stands_in
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Sequence
@@ -107,7 +107,7 @@ class Soonest:
     def uncached(self, state: EndpointState, ask: Ask) -> int:
         """Prompt tokens that this endpoint would have to compute, as far as is known."""
         bid = ask.bids.get(state.id) if ask.bids else None
-        return _uncached(state, ask, bid, 0.0 if bid is None else _late(state, bid, ask.now))
+        return _uncached(state, ask, bid, 0.0 if bid is None else late_by(state, bid, ask.now))
 
     def promised(self, attempt: Attempt, ask: Ask) -> tuple[float, float | None]:
         """What the bid of the endpoint that was picked said: tokens ahead, and seconds to the first token if any bid."""
@@ -115,9 +115,11 @@ class Soonest:
         bid = ask.bids.get(state.id) if ask.bids else None
         if bid is None:
             return 0.0, None
+        queued = bid.queue_tokens(ask.mean_tokens)
+        if stands_in(state, bid):
+            return queued, None  # what comes of it says nothing of its agent
         if says_idle(bid):
             state.pool.speeds.words.taken(attempt)
-        queued = bid.queue_tokens(ask.mean_tokens)
         return queued, (queued + attempt.uncached) * shrunk(state.speed, state.cohort)
 
     def _price(self, state: EndpointState, ask: Ask, why: str) -> float:
@@ -141,7 +143,7 @@ class Soonest:
         """Seconds of waiting and prefill by the server's own word."""
         speeds = state.pool.speeds
         rate *= self._slower(bid)
-        late = _late(state, bid, ask.now)
+        late = late_by(state, bid, ask.now)
         backlog = bid.queue_tokens(ask.mean_tokens) * rate + late
         if not bid.kv_usage:
             backlog += bid.running * self.rules.neighbour_s
@@ -203,14 +205,3 @@ def _uncached(state: EndpointState, ask: Ask, bid: Report | None, late: float) -
         matched = ask.placed.get(state.id, 0)
     left = (ask.tokens or prompt_tokens(ask)) - matched
     return left if left > 0 else 1
-
-
-def _late(state: EndpointState, bid: Report, now: float) -> float:
-    """Seconds by which this endpoint, or whoever says the same, breaks its promises, beyond what is usual now."""
-    trust = state.trust
-    late = 0.0 if trust is None else trust.lateness(now)
-    if not bid.running and says_idle(bid):
-        late = max(late, state.pool.speeds.words.lateness(now))
-    if state.in_flight:
-        late = max(late, overdue(tuple(state.in_flight), now))
-    return max(0.0, late - state.pool.speeds.usual_late)

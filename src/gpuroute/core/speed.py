@@ -72,6 +72,7 @@ class Speeds:
     __slots__ = (
         "_calm",
         "_cohorts",
+        "alarm_at",
         "backlog",
         "bids",
         "blind_wait",
@@ -89,6 +90,7 @@ class Speeds:
         self.models: dict[tuple[str, str], Model] = {}  # of the policy `predictive`, by cohort
         self.mean_wait = 0.0
         self.mean_requests = 0.0  # running and waiting, by reports
+        self.alarm_at = -math.inf  # when somebody's bid was last found to be far from the truth
         self.backlog = 0.0  # moving mean of queued tokens in bids
         self.bids = 0  # heard of agents so far
         self.usual_late = 0.0  # median of seconds that first tokens come later than bids promise

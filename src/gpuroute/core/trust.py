@@ -7,6 +7,9 @@ says "idle" would else win every call for as long as the first of them waits. La
 always say "idle, and all is cached" turned 0.55 s mean TTFT into 660 s; with this into 0.56-0.64 s. Such liars lie alike,
 so who is burnt by one that said "idle" looks twice at all that say it (`Words`), instead of once burnt by each of them.
 
+Where the engine itself can be asked, that is the second opinion: of those who are not believed, and, once somebody was
+found out, of everybody once (`wants_second_opinion`). It knows of no call on its way, so it stands in and does not bid.
+
 Endpoints without a bid are the other half. The waits that a client sees are those of winners, so where others bid, an
 endpoint that does not is expected to be as busy as the mean of all bids, and as what was really waited at its like.
 """
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
     from gpuroute.core.attempt import Attempt
     from gpuroute.core.report import Report
     from gpuroute.core.speed import Speeds
+    from gpuroute.core.state import EndpointState
 
 FADE_S = 60.0
 WEIGHT = 0.8  # of the newest sample
@@ -30,6 +34,9 @@ SLACK = 3.0  # a promise times this, plus GRACE_S, is kept in time: honest bids 
 GRACE_S = 0.1
 DOUBT_S = 0.2
 FROZEN_LATE_S = 1.0
+ALARM_LATE_S = 1.0  # who is later than that, beyond what is usual, makes one look twice at all for `FADE_S`
+FAR, FAR_SHARE = 4, 0.2  # honest counts of one moment differ by less: agents look twice a second
+STANDS_IN = "engine:"  # what the source of a report begins with that the engine itself gave
 BLIND_WEIGHT = 0.1
 USUAL_STEP = 0.1
 BLIND_CAUTION = 2.0
@@ -38,11 +45,12 @@ BLIND_CAUTION = 2.0
 class Trust:
     """Seconds that one endpoint's first tokens come later than its bids promise. Single stores; any thread."""
 
-    __slots__ = ("_at", "_late")
+    __slots__ = ("_at", "_late", "checked")
 
     def __init__(self) -> None:
         self._late = 0.0
         self._at = 0.0
+        self.checked = -math.inf  # when its engine was asked for a second opinion
 
     def learn(self, promised: float, seconds: float, now: float, forgives: float = WEIGHT) -> None:
         """A first token came after `seconds`."""
@@ -53,6 +61,10 @@ class Trust:
     def doubt(self, now: float) -> None:
         """What its agent says does not move although it says that calls run: none of it is believed for a while."""
         self._late, self._at = max(self.lateness(now), FROZEN_LATE_S), now
+
+    def confirm(self, now: float) -> None:
+        """The engine itself says what its agent says."""
+        self._late, self._at = self.lateness(now) / 2, now
 
     def lateness(self, now: float) -> float:
         """Seconds expected on top of a promise now."""
@@ -93,16 +105,80 @@ class Words:
         return self._late.lateness(now)
 
 
+def late_by(state: EndpointState, bid: Report, now: float) -> float:
+    """Seconds by which this endpoint, or whoever says the same, breaks its promises, beyond what is usual now."""
+    trust = state.trust
+    late = 0.0 if trust is None else trust.lateness(now)
+    if not bid.running and says_idle(bid):
+        late = max(late, state.pool.speeds.words.lateness(now))
+    if state.in_flight:
+        late = max(late, overdue(tuple(state.in_flight), now))
+    return max(0.0, late - state.pool.speeds.usual_late) if late and not stands_in(state, bid) else 0.0
+
+
+def stands_in(state: EndpointState, bid: Report) -> bool:
+    """True if the engine itself said this, beside an agent that was not believed."""
+    return bool(state.endpoint.agent) and bid.source.startswith(STANDS_IN)
+
+
+def wants_second_opinion(state: EndpointState, now: float) -> bool:
+    """Whether its engine is worth asking too: its agent is not believed, has not looked at it for a while, or is one of
+    those among whom somebody was found out."""
+    trust, last, alarm_at = state.trust, state.report, state.pool.speeds.alarm_at
+    if now - alarm_at < FADE_S and (trust is None or trust.checked < alarm_at):
+        return True
+    return last is not None and (last.is_old or late_by(state, last, now) > DOUBT_S)
+
+
+def second_opinion(state: EndpointState, said: Report | None, found: Report, now: float) -> Report:
+    """What counts for the pick of what an agent `said` (None: nothing) and its engine said at the same time."""
+    if said is None:
+        return found
+    if said.is_old:  # it knows of calls on their way, the engine of all others
+        queued, waiting = max(said.queued_tokens, found.queued_tokens), max(said.waiting, found.waiting)
+        return said._replace(running=found.running, waiting=waiting, queued_tokens=queued, kv_usage=found.kv_usage)
+    trust = state.trust = state.trust or Trust()
+    trust.checked = now
+    if _far(said.running, found.running) or _far(said.waiting, found.waiting):
+        trust.doubt(now)
+        alarm(state.pool.speeds, now)
+        return found
+    trust.confirm(now)
+    return found if late_by(state, said, now) > DOUBT_S else said
+
+
+def alarm(speeds: Speeds, now: float) -> None:
+    """Somebody's word was far from the truth: everybody's is checked once, where engines can be asked."""
+    if now - speeds.alarm_at > FADE_S:
+        speeds.alarm_at = now
+
+
 def says_idle(bid: Report) -> bool:
     """It says that it has nothing to do."""
     return not (bid.running or bid.waiting or bid.queued_tokens > 0)
 
 
-def learn_usual(speeds: Speeds, promised: float, seconds: float) -> None:
+def learn_usual(speeds: Speeds, promised: float, seconds: float, now: float) -> None:
     """Follow the median lateness of all: where everybody is late, as in a saturated pool, nobody is a liar for it."""
     usual = speeds.usual_late
+    if _over(promised, seconds) > usual + ALARM_LATE_S:
+        alarm(speeds, now)
     step = USUAL_STEP * max(DOUBT_S, usual)
     speeds.usual_late = max(0.0, usual + (step if _over(promised, seconds) > usual else -step))
+
+
+def learn_broken(attempt: Attempt, now: float) -> None:
+    """A call that was promised a first token is moved elsewhere without one."""
+    state = attempt.state
+    if attempt.promised is not None:
+        state.trust = state.trust or Trust()
+        state.trust.learn(attempt.promised, now - attempt.started, now)
+        alarm(state.pool.speeds, now)
+
+
+def kept_within(promised: float | None, speeds: Speeds) -> float:
+    """Seconds within which a first token keeps its promise, as promises are kept at present; 0 without one."""
+    return 0.0 if promised is None else SLACK * promised + GRACE_S + speeds.usual_late
 
 
 def overdue(attempts: Iterable[Attempt], now: float) -> float:
@@ -119,6 +195,10 @@ def learn_blind(speeds: Speeds, wait: float) -> None:
 def blind_queue(speeds: Speeds, rate: float) -> float:
     """Seconds of waiting to expect at an endpoint without a bid, where others have given theirs."""
     return max(speeds.backlog * rate, BLIND_CAUTION * speeds.blind_wait)
+
+
+def _far(one: int, other: int) -> bool:
+    return abs(one - other) > FAR + FAR_SHARE * max(one, other)
 
 
 def _over(promised: float, seconds: float) -> float:

@@ -74,8 +74,16 @@ class Agents:
             return Report(now, 0, 0, 0, 0.0, tokens, source="agent")
         said = book.sample
         queued, waiting = book.queued_tokens(now), book.waiting(now)
-        report = Report(now, said.running, waiting, queued, said.kv_usage, matched, source="agent")
-        return self._aged(index, report)
+        report = Report(now, said.running, waiting, queued, said.kv_usage, matched, age=now - said.at, source="agent")
+        return report if self._reports.frozen_sample else self._aged(index, report)
+
+    def engine(self, index: int) -> Report | None:
+        """What the engine itself answers: its counts and KV use, and no queued tokens; None: nothing."""
+        server = self._sim.servers[index]
+        if not server.alive or server.gpu.hung:
+            return None
+        gpu = server.gpu
+        return Report(self._sim.now, gpu.running, gpu.waiting, kv_usage=gpu.kv_usage, source="engine:READY")
 
     def take(self, message: tuple[int, int, int, int]) -> None:
         """A client says that it comes: (server, id, uncached tokens, prompt tokens)."""
@@ -93,8 +101,7 @@ class Agents:
         """Old news, if the scenario says so: refreshed only every `stale` seconds, or never again
         once frozen.
         """
-        reports, now = self._reports, self._sim.now
-        frozen = now >= reports.frozen_at and index in self._frozen
+        reports, now, frozen = self._reports, self._sim.now, self._is_frozen(index)
         if not reports.stale and not frozen:
             return fresh
         seen = self._seen.get(index)
@@ -102,6 +109,9 @@ class Agents:
             self._seen[index] = seen = fresh
         at = now if self._reports.channel == "agent" else seen.at  # who asks does not see how old an answer is
         return seen._replace(at=at, matched_tokens=fresh.matched_tokens)
+
+    def _is_frozen(self, index: int) -> bool:
+        return index in self._frozen and self._sim.now >= self._reports.frozen_at
 
     def _notices(self, index: int) -> bool:
         """Whether a hung engine is known for it: an engine says nothing itself, an agent notices after a while and then
@@ -117,7 +127,8 @@ class Agents:
                 gpu = server.gpu
                 if gpu.hung:
                     self._hung_since.setdefault(server.index, sim.now)
-                book.sampled(Sample(sim.now, gpu.running, gpu.waiting, gpu.kv_usage))
+                if not (self._reports.frozen_sample and self._is_frozen(server.index)):
+                    book.sampled(Sample(sim.now, gpu.running, gpu.waiting, gpu.kv_usage))
         if not sim.over and sim.now < sim.meter.end + LINGER_S:
             sim.at(sim.now + SAMPLE_S, self._sample, None)
 

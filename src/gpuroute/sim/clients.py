@@ -28,6 +28,7 @@ from gpuroute.core.report import CARRIED, Report
 from gpuroute.core.seconds import Soonest
 from gpuroute.core.sources import worth_asking
 from gpuroute.core.subset import subset
+from gpuroute.core.trust import second_opinion, wants_second_opinion
 from gpuroute.core.watchdog import WatchdogRules
 from gpuroute.errors import DeadlineExceeded, NoEndpointAvailable
 
@@ -150,6 +151,10 @@ class CoreClient:
         assert agents is not None
         ask = flight.call.ask  # type: ignore[attr-defined]
         bids: dict[str, Report] = {}
+        opinions: dict[str, Report] = {}
+        for state in asked if reports.second_opinions else ():
+            if wants_second_opinion(state, sim.now) and (counts := agents.engine(index_of(state))) is not None:
+                opinions[state.id] = counts
         asks = 1 + MOST_AGAIN * copies(reports.unanswered)
         for state in asked:
             for _ in range(asks):
@@ -160,16 +165,20 @@ class CoreClient:
                     break
         late = len(bids) < len(asked)
         wait = max(reports.delay, reports.patience - reports.delay) if late else reports.delay
-        sim.at(sim.now + wait, self._bidden, (flight, bids))
+        sim.at(sim.now + wait, self._bidden, (flight, bids, opinions))
 
-    def _bidden(self, what: tuple[Flight, dict[str, Report]]) -> None:
-        flight, bids = what
+    def _bidden(self, what: tuple[Flight, dict[str, Report], dict[str, Report]]) -> None:
+        flight, bids, opinions = what
         pool = self.pool
         flight.call.ask.bids = bids  # type: ignore[attr-defined]
         for id_, bid in bids.items():
             state = pool.snapshot.by_id.get(id_)
             if state is not None:
                 learn_bid(state, bid, pool.mean_tokens)
+        for id_, counts in opinions.items():
+            state = pool.snapshot.by_id.get(id_)
+            if state is not None:
+                bids[id_] = second_opinion(state, bids.get(id_), counts, self._sim.now)
         self._attempt(flight)
 
     def done(self, flight: Flight, now: float, load: Load) -> None:

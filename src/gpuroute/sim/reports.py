@@ -29,8 +29,10 @@ class Reports:
     stale: float = 0.0
     frozen_at: float = float("inf")  # from then on every report repeats what was true at that time
     frozen: float = 1.0  # share of servers that this befalls
+    frozen_sample: bool = False  # only the agent's look at the engine stops then, and it says how old that is
     coverage: float = 1.0  # share of servers that answer asks
     liars: float = 0.0  # share of agents that always say idle
+    second_opinions: bool = False  # where an agent is not believed, its engine says its counts
     patience: float = 0.005  # an ask unanswered for that long counts as lost
     cache_error: float = 0.0  # agents misjudge the matched prefix by up to that share
 
