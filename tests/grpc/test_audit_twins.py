@@ -13,6 +13,8 @@ from world import Server, method, refused_url, router_of
 import gpuroute
 import gpuroute.grpc
 import gpuroute.grpc.aio
+from gpuroute.core.outcome import Outcome
+from gpuroute.transports.grpc_status import judge
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -103,7 +105,7 @@ CASES: dict[str, tuple[Callable[[Server], gpuroute.Router], dict[str, Any]]] = {
 }
 
 
-# In asyncio grpcio itself says INTERNAL, "Internal error from Core", of a stream that the server ended while it wrote to it.
+# In asyncio grpcio itself says INTERNAL, "Internal error from Core", of a stream that the server ends while it is written.
 BY_THE_SERVER = {"told to stop", "one attempt", "rejected", "its own bug"}
 WRITING = {"requests", "chat"}
 PAIRS = [(case, kind) for case in CASES for kind in SYNC if not (case in BY_THE_SERVER and kind in WRITING)]
@@ -120,3 +122,9 @@ def test_a_failure_reads_the_same(server: Server, case: str, kind: str) -> None:
             run(router, kind, pool, said)
         both.append(told(error.value))
     assert both[0] == both[1]
+
+
+def test_what_grpcio_says_of_a_write_that_came_too_late_is_nobodys_failure() -> None:
+    """It hides the server's own status, which may well have been a rejection."""
+    assert judge(CODE.INTERNAL, "Internal error from Core", ()).outcome is Outcome.REJECTED
+    assert judge(CODE.INTERNAL, "a bug", ()).outcome is Outcome.FAILED

@@ -64,6 +64,7 @@ _OWN = (
     "exception deserializing response",
     "exception iterating requests",
     "message larger than max",
+    "internal error from core",  # of a stream that ended while it was written to, in asyncio: hides how
 )
 _UNSENT = ("failed to connect to all addresses", "goaway received", "connections to all backends failing")
 _UNSENT_TOO = ("errors resolving", "dns resolution failed", "empty address list", "no addresses")
