@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpuroute.agent.register import Rules
-from gpuroute.agent.server import open_socket
+from gpuroute.agent.server import BUFFER, open_socket
 from gpuroute.agent.service import Agent, Engine, Options
 from gpuroute.core.asking import AskBody, encode_ask
 from gpuroute.core.endpoint import Endpoint
@@ -192,6 +192,7 @@ def paced(port: int, seconds: float, rate: int) -> list[float]:
 
 def _client(port: int) -> socket.socket:
     sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER)  # a pause of ours is no loss
     sock.connect(("127.0.0.1", port))
     sock.setblocking(False)
     return sock
