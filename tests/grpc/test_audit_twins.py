@@ -105,7 +105,7 @@ CASES: dict[str, tuple[Callable[[Server], gpuroute.Router], dict[str, Any]]] = {
 }
 
 
-# In asyncio grpcio itself says INTERNAL, "Internal error from Core", of a stream that the server ends while it is written.
+# In asyncio grpcio says INTERNAL, "Internal error from Core", of a stream that its server ends while it is written.
 BY_THE_SERVER = {"told to stop", "one attempt", "rejected", "its own bug"}
 WRITING = {"requests", "chat"}
 PAIRS = [(case, kind) for case in CASES for kind in SYNC if not (case in BY_THE_SERVER and kind in WRITING)]
