@@ -176,8 +176,8 @@ def paced(port: int, seconds: float, rate: int) -> list[float]:
     count = int(seconds * rate)
     asks = [ask(number) for number in range(count)]
     sent, times = [0.0] * count, [float("inf")] * count
-    started, done = time.perf_counter(), 0
-    while (now := time.perf_counter()) < started + seconds + 0.2:
+    started, done, left = time.perf_counter(), 0, count
+    while left and (now := time.perf_counter()) < started + seconds + 1.0:
         while done < count and started + done / rate <= now:
             sent[done] = time.perf_counter()
             sock.send(asks[done])
@@ -186,6 +186,7 @@ def paced(port: int, seconds: float, rate: int) -> list[float]:
             data = sock.recv(512)
             number = int.from_bytes(data[16:24], "big")
             times[number] = time.perf_counter() - sent[number]
+            left -= 1
     sock.close()
     return times
 
