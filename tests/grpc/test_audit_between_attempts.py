@@ -123,6 +123,32 @@ def test_closing_an_asyncio_channel_does_too(kind: str) -> None:
         assert server.service.received == 1
 
 
+def test_closing_ends_the_calls_of_other_loops_too() -> None:
+    server = Server("s0")
+    router = router_of(server.url)
+    channel = gpuroute.grpc.aio.channel(router, "p")
+    ends: Queue[Any] = Queue()
+
+    async def called() -> None:
+        call = channel.unary_stream(method("Count"))(b"1 wait")
+        assert await call.read() == b"0"
+        ends.put("begun")
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(call.read(), 2 * PATIENCE_S)
+        ends.put(await call.code())
+
+    try:
+        elsewhere = threading.Thread(target=asyncio.run, args=(called(),), daemon=True)
+        elsewhere.start()
+        assert ends.get(timeout=PATIENCE_S) == "begun"
+        asyncio.run(channel.close())
+        assert ends.get(timeout=PATIENCE_S) is CODE.CANCELLED
+        elsewhere.join(PATIENCE_S)
+        assert drained(router)
+    finally:
+        server.stop()
+
+
 # ------------------------------------------------------------------------------------------ cancelling, in asyncio
 
 

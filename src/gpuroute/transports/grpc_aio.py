@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 _LOGGER = logging.getLogger("gpuroute")
 CLOSED = "Channel is closed."  # grpcio's own words
+_CLOSING: set[asyncio.Future[None]] = set()  # a loop alone does not keep its tasks
 _POLL = 0.05  # seconds between looks at a pool that has no channel yet
 
 
@@ -103,13 +104,18 @@ class RoutedAioChannel(Makers, grpc.aio.Channel):
             await self.wait_for_state_change(state)
 
     async def close(self, grace: float | None = None) -> None:
-        """Refuse new calls, and end running ones after `grace` seconds. Idempotent."""
+        """Refuse new calls, and end running ones after `grace` seconds, which those of this loop are waited for. Idempotent."""
         self._hub.close()
-        peers = self.peers(asyncio.get_running_loop()).close()
+        here, closing = asyncio.get_running_loop(), []
+        for loop, peers in tuple(self.by_loop.items()):
+            for peer in peers.close():
+                if loop is here:
+                    closing.append(peer.channel.close(grace))
+                else:
+                    _tell(loop, _close_there, peer.channel, grace)
         for flight in tuple(self._hub.asleep):
-            with suppress(RuntimeError):  # its loop is closed
-                flight.loop.call_soon_threadsafe(flight.wake)
-        await asyncio.gather(*(peer.channel.close(grace) for peer in peers))
+            _tell(flight.loop, flight.wake)
+        await asyncio.gather(*closing)
 
     def _forked(self) -> None:
         for peers in tuple(self.by_loop.values()):
@@ -127,6 +133,18 @@ class RoutedAioChannel(Makers, grpc.aio.Channel):
     ) -> bool | None:
         await self.close()
         return None
+
+
+def _tell(loop: asyncio.AbstractEventLoop, *what: Any) -> None:
+    with suppress(RuntimeError):  # it is closed
+        loop.call_soon_threadsafe(*what)
+
+
+def _close_there(channel: grpc.aio.Channel, grace: float | None) -> None:
+    """In another loop than that which closed the routed channel."""
+    task = asyncio.ensure_future(channel.close(grace))
+    _CLOSING.add(task)
+    task.add_done_callback(_CLOSING.discard)
 
 
 def _leave(channel: object) -> None:
