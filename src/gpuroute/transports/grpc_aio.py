@@ -104,7 +104,7 @@ class RoutedAioChannel(Makers, grpc.aio.Channel):
             await self.wait_for_state_change(state)
 
     async def close(self, grace: float | None = None) -> None:
-        """Refuse new calls, and end running ones after `grace` seconds, which those of this loop are waited for. Idempotent."""
+        """Refuse new calls, and end running ones after `grace` seconds; those of this loop are waited for. Idempotent."""
         self._hub.close()
         here, closing = asyncio.get_running_loop(), []
         for loop, peers in tuple(self.by_loop.items()):
