@@ -1,4 +1,7 @@
-"""The asyncio channel: a stream of tokens, and many calls at once. One channel serves any number of event loops."""
+"""The asyncio channel: a stream of tokens, and many calls at once. One channel serves any number of event loops.
+
+The stub comes with tritonclient: pip install 'tritonclient[grpc]'.
+"""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Any generated stub: it takes a routed channel as it takes a plain one. The stub here comes with tritonclient."""
+"""Any generated stub: it takes a routed channel as it takes a plain one. This one: pip install 'tritonclient[grpc]'."""
 
 import grpc
 from _grpc_fleet import fleet

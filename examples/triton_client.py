@@ -1,4 +1,4 @@
-"""Triton's own client (pip install tritonclient[grpc]): one line routes it, call by call."""
+"""Triton's own client (pip install 'tritonclient[grpc]'): one line routes it, call by call."""
 
 import numpy as np
 import tritonclient.grpc as triton
