@@ -442,7 +442,7 @@ class Router:
 
     def on_fork(self, hook: Callable[[], None]) -> None:
         """Run a bound method in every forked child, before its first call. Held weakly."""
-        self._fork_hooks.append(weakref.WeakMethod(hook))
+        self._fork_hooks.append(weakref.WeakMethod(hook, self._fork_hooks.remove))
 
     def after_fork(self) -> None:
         """Start afresh in a forked child, from the last view. Called by `os.register_at_fork`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import queue
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,32 @@ def compared(server: Server, behaviour: Callable[..., Any]) -> Any:
     assert found == expected
     assert drained(router)
     return found
+
+
+# ------------------------------------------------------------------------------------------ stubs that outlive channels
+
+
+def test_a_stub_alone_starts_afresh_in_a_forked_child(server: Server) -> None:
+    """Case G1: mostly nobody keeps the channel. Its parent's connections would hang in a child."""
+    router = router_of(server.url)
+    call = gpuroute.grpc.channel(router, "p").unary_unary(method("Who"))
+    assert call(b"") == b"s0"
+    gc.collect()
+    (before,) = call._peers
+    router.after_fork()  # what a child does first
+    assert not list(call._peers)
+    assert call(b"") == b"s0"
+    (after,) = call._peers
+    assert after.channel is not before.channel
+    router.close()
+
+
+def test_nor_does_a_router_keep_what_channels_were(server: Server) -> None:
+    router = router_of(server.url)
+    for _ in range(20):
+        gpuroute.grpc.channel(router, "p").close()
+    gc.collect()
+    assert len(router._fork_hooks) <= 2  # of whom somebody keeps
 
 
 # ------------------------------------------------------------------------------------------ callbacks

@@ -47,7 +47,7 @@ class RoutedChannel(Makers, grpc.Channel):
         router.on_fork(self._forked)
 
     def _make(self, kind: str, *method: Any) -> Any:
-        return _KINDS[kind](self._peers, self._hub, kind, *method)
+        return _KINDS[kind](self, self._peers, self._hub, kind, *method)
 
     def subscribe(
         self, callback: Callable[[grpc.ChannelConnectivity], None], try_to_connect: bool | None = False
@@ -92,8 +92,9 @@ def _close_aside(channel: grpc.Channel) -> None:
 class _Method(Multicallable):
     """What the four kinds have in common."""
 
-    def __init__(self, peers: Peers, *what: Any) -> None:
+    def __init__(self, channel: RoutedChannel, peers: Peers, *what: Any) -> None:
         super().__init__(*what)
+        self._channel = channel  # often nobody else keeps it, and it must hear of forks
         self._peers = peers
 
     def _body(self, request: Any) -> Any:
