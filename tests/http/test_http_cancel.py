@@ -18,7 +18,7 @@ from http_stub import Exchange, hang, ok, reset, sse, status
 from stopwatch import Stopwatch
 
 from gpuroute import Endpoint
-from gpuroute.transports import http, streams, wires
+from gpuroute.transports import gates, http, streams, wires
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -227,7 +227,7 @@ class Interrupts:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.left = self.count = 0
         self.after = False
-        for owner, name in ((wires.Wire, "read"), (wires.Wire, "write"), (wires.Gate, "enter"), (http.time, "sleep")):
+        for owner, name in ((wires.Wire, "read"), (wires.Wire, "write"), (gates.Gate, "enter"), (http.time, "sleep")):
             monkeypatch.setattr(owner, name, self._around(getattr(owner, name)))
         monkeypatch.setattr(wires.Wire, "connect", classmethod(self._around(wires.Wire.connect.__func__)))
 
@@ -350,6 +350,6 @@ def test_stripping_async_from_one_gives_the_other(sync: type, asynchronous: type
 
 
 def test_both_kinds_of_primitives_and_wires_have_the_same_methods() -> None:
-    for one, other in ((http.Primitives, http.AsyncPrimitives), (wires.Gate, wires.AsyncGate)):
+    for one, other in ((http.Primitives, http.AsyncPrimitives), (gates.Gate, gates.AsyncGate)):
         names = {re.sub("^aclose$", "close", name) for name in vars(other) if not name.startswith("__")}
         assert {name for name in vars(one) if not name.startswith("__")} - {"_core", "_size"} <= names | {"_freed"}

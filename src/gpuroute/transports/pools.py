@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpuroute.errors import ConfigError
-from gpuroute.transports.wires import Address, AsyncGate, AsyncWire, Gate, Wire
+from gpuroute.transports.gates import AsyncGate, Gate
+from gpuroute.transports.wires import Address, AsyncWire, Wire
 
 if TYPE_CHECKING:
     import ssl
