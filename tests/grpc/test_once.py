@@ -18,8 +18,11 @@ from world import Manner, Server, drained, in_flight, method, router_of, servers
 import gpuroute
 import gpuroute.grpc
 import gpuroute.grpc.aio
+from gpuroute.errors import ConfigError
 from gpuroute.transports.grpc_aio_flight import Flight as AioFlight
+from gpuroute.transports.grpc_errors import ClosedUnder
 from gpuroute.transports.grpc_flight import Flight
+from gpuroute.transports.grpc_peers import Peers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -274,6 +277,31 @@ def test_a_hedge_that_cannot_begin_leaves_nothing_behind(three: list[Server]) ->
             server.service.release.set()
         assert call.result() in {b"s0", b"s1", b"s2"}
     assert router.snapshot().pools["p"].signals["hedges"] == 1
+    assert drained(router)
+
+
+NO_CHANNEL = [ConfigError("a record that cannot be dialled"), ClosedUnder()]
+
+
+@pytest.mark.parametrize("error", NO_CHANNEL, ids=lambda error: type(error).__name__)
+def test_a_hedge_that_gets_no_channel_is_none(
+    three: list[Server], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def hold(*_: Any) -> Any:
+        raise error
+
+    router = racing(three)
+    for server in three:
+        server.service.hang = True
+    with gpuroute.grpc.channel(router, "p") as channel:
+        call = channel.unary_unary(method("Who")).future(b"", timeout=60)
+        flight = call._flight
+        monkeypatch.setattr(Peers, "hold", hold)
+        flight._hedge(flight.inner)
+        assert (flight.twin, in_flight(router)) == (None, 1)
+        for server in three:
+            server.service.release.set()
+        assert call.result() in {b"s0", b"s1", b"s2"}
     assert drained(router)
 
 

@@ -302,7 +302,10 @@ class Rpc:
             return None
         other = copy(self)
         other.attempt, other.guarded = attempt, False
-        return other if other.depart(attempt, now) else None
+        try:
+            return other if other.depart(attempt, now) else None
+        except (ConfigError, ClosedUnder):  # there is still the first
+            return None
 
     def lose(self) -> None:
         """Another attempt of this call answered first. Teaches nothing."""
