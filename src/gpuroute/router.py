@@ -319,9 +319,10 @@ class Router:
         ask = self._ask(found, key, ladder, tokens)
         return Call(found, self.clock(), ask, timeout, attempts, replayable)  # by name: 100 ns more
 
-    def _ask(self, pool: Pool, key: str | None, ladder: Sequence[int], tokens: int) -> Ask:
+    def _ask(self, pool: Pool, key: str | None, ladder: Sequence[int], tokens: int) -> Ask | None:
+        """What a call says of itself; None if nothing."""
         if not key or key.isspace():  # a blank key is no key: all who send one would share one home
-            return Ask(None, ladder, tokens)
+            return Ask(None, ladder, tokens) if ladder or tokens else None
         salt = self.settings.salt.reveal() if self.settings.salt else pool.spec.config.salt
         return Ask(session_key(key, salt), ladder, tokens)
 
@@ -433,7 +434,7 @@ class Router:
     ) -> Explanation:
         """The candidates, costs, exclusions and winner of a pick that is not done. Raises UnknownPool."""
         found = self.pool(pool, protocol)
-        ask = self._ask(found, key, ladder, tokens)
+        ask = self._ask(found, key, ladder, tokens) or Ask()
         ask.now = self.clock()
         found.wake(ask.now)
         return explain(found, ask)

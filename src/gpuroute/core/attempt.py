@@ -120,6 +120,10 @@ class Attempt:
         """The whole answer is here, at once: `first_token` and `finish(SUCCESS)` in one step."""
         state = self.state
         pool = state.pool
+        usual = not (pool.ranks or state.troubled or state.stalls or state.ramp_at is not None)
+        if not usual or state.limit != INF or not self.whole:
+            self.first_token(now)
+            return self.finish(SUCCESS, now)
         try:
             state.in_flight.remove(self)
         except KeyError:
@@ -127,16 +131,7 @@ class Attempt:
         pool.in_flight.discard(self)
         state.silent_since = now if state.in_flight else None
         self.outcome = SUCCESS
-        self.ended = now
-        if self.first is not None:
-            state.teach(self, SUCCESS, now)
-            return True
-        self.reached = STREAMING
-        self.first = self.last = now
-        if pool.ranks or state.troubled or state.stalls or state.limit != INF or state.ramp_at is not None:
-            state.first_token(self, now)
-            state.teach(self, SUCCESS, now)
-            return True
+        self.first = self.last = self.ended = now
         state.served += 1
         answered = pool.answered  # what else there is to learn can wait
         answered.append(self)

@@ -10,6 +10,8 @@ import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from gpuroute.core.attempt import Attempt
     from gpuroute.core.state import EndpointState
 
@@ -36,15 +38,19 @@ class LogMean:
 
     def add_log(self, log: float) -> None:
         """Learn one sample by its logarithm."""
-        count = self.count + 1
-        self.count = count
-        step = self.alpha if count > self._even else 1.0 / count
-        mean = self.mean
-        off = log - mean
-        self.mean = mean + step * off
-        if count > 1:
-            spread = self.spread
-            self.spread = spread + step * (abs(off) - spread)
+        self.add_logs((log,))
+
+    def add_logs(self, logs: Iterable[float]) -> None:
+        """Learn samples by their logarithms, in this order."""
+        count, mean, spread = self.count, self.mean, self.spread
+        for log in logs:
+            count += 1
+            step = self.alpha if count > self._even else 1.0 / count
+            off = log - mean
+            mean += step * off
+            if count > 1:
+                spread += step * (abs(off) - spread)
+        self.count, self.mean, self.spread = count, mean, spread
 
     @property
     def typical(self) -> float:
@@ -84,6 +90,15 @@ def learn_first_byte(state: EndpointState, attempt: Attempt, seconds: float) -> 
         log = math.log(seconds / prompt_units(attempt.tokens))
         own.ttft.add_log(log)
         common.ttft.add_log(log)
+
+
+def learn_wholes(state: EndpointState, times: Iterable[float]) -> None:
+    """The times of several answers that each came in one piece."""
+    if state.history is None:
+        state.history = History()
+    logs = [math.log(seconds) for seconds in times if 0 < seconds < math.inf]
+    state.history.whole.add_logs(logs)
+    state.pool.known.whole.add_logs(logs)
 
 
 def prompt_units(tokens: int) -> float:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import defaultdict, deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 
 from gpuroute.core.breaker import BreakerRules
-from gpuroute.core.history import History, learn_first_byte
+from gpuroute.core.history import History, learn_wholes
 from gpuroute.core.hosts import Hosts
 from gpuroute.core.locality import NOWHERE
 from gpuroute.core.signals import Signals
@@ -99,11 +99,14 @@ class PoolState:
     def learn(self) -> None:
         """Learn from the answers put off: after a wait for a server all code runs cold, and a dozen lessons in a row cost
         little more than one."""
+        times: defaultdict[EndpointState, list[float]] = defaultdict(list)
         answered = self.answered
         with suppress(IndexError):  # no more, or another thread was here too
             while True:
                 attempt = answered.popleft()
-                learn_first_byte(attempt.state, attempt, attempt.last - attempt.started)
+                times[attempt.state].append(attempt.last - attempt.started)
+        for state, some in times.items():
+            learn_wholes(state, some)
 
     def note_limits(self, state: EndpointState) -> None:
         """Its caps have changed: the pool wakes up when the next one expires."""

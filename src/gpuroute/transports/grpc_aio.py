@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from asyncio import get_running_loop
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -75,7 +76,7 @@ class RoutedAioChannel(Makers, grpc.aio.Channel):
         """READY if any endpoint's channel is (in this loop); `try_to_connect` opens one if none is on its way."""
         if self._hub.closed:
             return grpc.ChannelConnectivity.SHUTDOWN
-        peers = self.peers(asyncio.get_running_loop())
+        peers = self.peers(get_running_loop())
         state = aggregate(peer.channel.get_state(try_to_connect) for peer in peers)
         if try_to_connect and state in {grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity.TRANSIENT_FAILURE}:
             endpoint = untried(self._hub, peers)
@@ -88,7 +89,7 @@ class RoutedAioChannel(Makers, grpc.aio.Channel):
     async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
         """Wait until `get_state` differs from what was observed."""
         while self.get_state() is last_observed_state:
-            watched = [peer.channel for peer in self.peers(asyncio.get_running_loop())]
+            watched = [peer.channel for peer in self.peers(get_running_loop())]
             waits = [asyncio.ensure_future(one.wait_for_state_change(one.get_state())) for one in watched]
             waits.append(asyncio.ensure_future(asyncio.sleep(_POLL)))
             try:
@@ -106,7 +107,7 @@ class RoutedAioChannel(Makers, grpc.aio.Channel):
     async def close(self, grace: float | None = None) -> None:
         """Refuse new calls, and end running ones after `grace` seconds; those of this loop are waited for. Idempotent."""
         self._hub.close()
-        here, closing = asyncio.get_running_loop(), []
+        here, closing = get_running_loop(), []
         for loop, peers in tuple(self.by_loop.items()):
             for peer in peers.close():
                 if loop is here:
@@ -171,14 +172,15 @@ class _Method(Multicallable):
         compression: grpc.Compression | None = None,
     ) -> Any:
         """A call of this kind, begun: await it, or iterate over it, as grpcio's own. Raises grpc.aio.UsageError."""
-        hub, loop = self.hub, asyncio.get_running_loop()
-        if hub.closed:
+        hub, loop = self.hub, get_running_loop()
+        known = hub.known == hub.router.version
+        if not known and hub.closed:
             raise grpc.aio.UsageError(CLOSED)
-        body = self._serialized(request) if self._early else request
+        body = request if self._plain or not self._early else self._serialized(request)
         requests = None if self._one or request is None else Requests(request)
         call = self.kind(loop, self._method, body, requests, credentials, compression)
         flight = call.flight or call
-        if hub.known == hub.router.version:
+        if known:
             self._begin(flight, timeout, metadata, wait_for_ready)
             return call
         early = hub.may_leave and hub.waits

@@ -37,12 +37,6 @@ def at_once(coroutine: Coroutine[Any, Any, Any]) -> Any:
     raise RuntimeError(msg)
 
 
-def _is_ok(inner: Any) -> bool:
-    """True if a call that has ended did so with OK. grpcio tells that to who awaits it; this asks below, where it can."""
-    below = getattr(inner, "_cython_call", None)
-    return at_once(inner.code()) is StatusCode.OK if below is None else below.is_ok()
-
-
 def _is_cancelled_here(inner: Any) -> bool:
     """True if a call that has ended was cancelled on this side; `cancelled()` is true of a server's CANCELLED, too."""
     below = getattr(inner, "_cython_call", None)
@@ -205,12 +199,12 @@ class Flight:
 
     def settle(self, inner: Any) -> None:
         """Learn from the end of an attempt, and retry, let its twin go on, or conclude."""
-        rpc, twin = self.rpc, self.twin
+        twin = self.twin
         if self.over or (inner is not self.inner and (twin is None or inner is not twin[0])):
             return
         if twin is not None:
             self._settle_race(inner, twin)
-        elif self._conclude(inner, rpc):
+        elif self._conclude(inner, self.rpc):
             self.over = True
             if self._awaited or self._callbacks is not None:
                 self._land()
@@ -237,7 +231,8 @@ class Flight:
         if rpc is None:  # it was not routed
             return True
         try:
-            if _is_ok(inner) and not self._cancelled:
+            below = getattr(inner, "_cython_call", None)  # grpcio tells only who awaits it; this asks where it knows
+            if (at_once(inner.code()) is StatusCode.OK if below is None else below.is_ok()) and not self._cancelled:
                 rpc.succeeded(at_once(inner.trailing_metadata()) if rpc.listens else None)
                 return True
             if self._cancelled or _is_cancelled_here(inner) or rpc.hub.closed:

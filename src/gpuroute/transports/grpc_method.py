@@ -51,7 +51,7 @@ class Multicallable:
         self._serializer = serializer
         self._one = kind.startswith("unary")
         self._early = early and self._one
-        self._plain = self._one and serializer is None  # what is sent is what the caller gave
+        self._plain = serializer is None  # what is sent is what the caller gave
         self._whole = hub.method(kind, name, serializer, deserializer, registered)
         self._method = hub.method(kind, name, None, deserializer, registered) if self._early else self._whole
 

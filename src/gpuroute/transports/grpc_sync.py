@@ -143,7 +143,7 @@ class _Method(Multicallable):
             if plain is not None:
                 how = timeout, plain[1], credentials, wait_for_ready, compression
                 return plain[0].with_call(request, *how) if wants_call else plain[0](request, *how)
-        body = request if self._plain else self._body(request)
+        body = request if one and self._plain else self._body(request)
         rpc = Rpc(self, self._peers, body if one else None, timeout, metadata, wait_for_ready)
         if hub.asker is not None:
             rpc.ask(hub.asker.ask(rpc.call))

@@ -248,7 +248,10 @@ class Trip:
             return False
         seam = self.route.seam
         resumable = seam is not None and attempt.first is not None and outcome.retryable and seam.can_resume
-        if self.silent and outcome is Outcome.TIMED_OUT:
+        again = False
+        if outcome is Outcome.SUCCESS and attempt.first is None and attempt.whole:
+            attempt.succeed(now)
+        elif self.silent and outcome is Outcome.TIMED_OUT:
             again = self.call.stalled(attempt, now, resumable=resumable)
         else:
             again = self.call.finish(
@@ -311,7 +314,8 @@ class Trip:
         except StreamFailed as failure:
             self.again = self.failed_inside(failure)
             return self.interruption(failure)
-        self.attempt.first_token(self.settled.clock())
+        if not whole or self.route.asked is not None:
+            self.attempt.first_token(self.settled.clock())
         rules = self.call.pool.rules.watchdog
         if self.connection is not None:
             self.connection.wire.quiet = rules.gap_floor_s if rules.enabled else math.inf
