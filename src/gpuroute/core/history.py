@@ -26,7 +26,7 @@ class LogMean:
 
     def __init__(self, alpha: float = 0.05) -> None:
         self.alpha = alpha
-        self._even = 1.0 / alpha  # so many samples weigh equally
+        self._even = 1.0 / alpha  # so many samples weigh alike
         self.count = 0
         self.mean = 0.0
         self.spread = 1.0
@@ -42,10 +42,10 @@ class LogMean:
 
     def add_logs(self, logs: Iterable[float]) -> None:
         """Learn samples by their logarithms, in this order."""
-        count, mean, spread = self.count, self.mean, self.spread
+        count, mean, spread, alpha, even = self.count, self.mean, self.spread, self.alpha, self._even
         for log in logs:
             count += 1
-            step = self.alpha if count > self._even else 1.0 / count
+            step = alpha if count > even else 1.0 / count
             off = log - mean
             mean += step * off
             if count > 1:
@@ -96,7 +96,7 @@ def learn_wholes(state: EndpointState, times: Iterable[float]) -> None:
     """The times of several answers that each came in one piece."""
     if state.history is None:
         state.history = History()
-    logs = [math.log(seconds) for seconds in times if 0 < seconds < math.inf]
+    logs = [math.log(seconds) for seconds in times if seconds > 0]
     state.history.whole.add_logs(logs)
     state.pool.known.whole.add_logs(logs)
 

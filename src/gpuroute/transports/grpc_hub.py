@@ -48,7 +48,7 @@ class Hub:
     """
 
     __slots__ = ("__weakref__", "_methods", "asker", "asleep", "clock", "closed", "found", "known", "leaves", "may_leave",
-                 "pool", "prompt", "reads", "repeated", "replay", "router", "version")  # fmt: skip
+                 "pool", "prompt", "races", "reads", "repeated", "replay", "router", "version")  # fmt: skip
 
     found: Pool
     """The pool, in the version that was looked at."""
@@ -66,7 +66,7 @@ class Hub:
         self.repeated = REPEATED_IF_SAFE if replay == FAILED else REPEATED
         self.may_leave = settings.disabled or settings.rollout < 1
         self.leaves = self.may_leave
-        self.reads = False
+        self.reads = self.races = False
         self.asker: Asker | None = None
         self.version = self.known = NEVER
         self.closed = False
@@ -116,6 +116,7 @@ class Hub:
         asker = asker_of(router)
         self.asker = asker if asker is not None and asker.covers(pool) else None
         self.reads = self.prompt is not None and (picker.wants_ladder or picker.ring is not None)
+        self.races = pool.rules.hedge.hedge or pool.rules.hedge.reroute
         self.version = version
         self.known = NEVER if self.leaves or self.closed else version
         if router.settings.health_checks:

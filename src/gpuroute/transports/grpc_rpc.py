@@ -102,8 +102,8 @@ class Rpc:
             self.patient = True
         if method.streaming:
             self.limited = timeout is not None or asked.timeout is not None
-        elif (hedging := call.hedging).hedge or hedging.reroute:
-            self.races = True
+        elif hub.races or asked is not NO_OPTIONS:
+            self.races = call.hedging.hedge or call.hedging.reroute
         seen = observer()
         if type(seen) is not Observer:
             self.observer, self.quiet = seen, False
@@ -230,8 +230,8 @@ class Rpc:
         peer.live.discard(attempt)
         if peer.gone:
             self.peers.release(peer, attempt)
-        self.over = True
         if not self.quiet:
+            self.over = True
             self.observer.attempt_ended(self.token, self.call, attempt)
             self.observer.call_ended(self.call, now)
 
