@@ -111,3 +111,4 @@ def test_bench_overhead_prints_its_figures(capsys: pytest.CaptureFixture[str]) -
         assert row["errors"] == 0
         assert row["routed_us"] > 0
         assert row["added_us"] == pytest.approx(row["routed_us"] - row["bare_us"], abs=0.2)
+        assert row["added_share"] == pytest.approx(row["added_us"] / row["bare_us"], abs=0.01)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
+from gpuroute.cli.bench_overhead import share
 from gpuroute.core.endpoint import Endpoint
 from gpuroute.grpc import aio, channel
 from gpuroute.registry.static import StaticRegistry
@@ -63,6 +64,7 @@ def _row(client: str, concurrency: int, bare: list[float], routed: list[float]) 
         "bare_us": round(statistics.median(bare) * 1e6, 1),
         "routed_us": round(statistics.median(routed) * 1e6, 1),
         "added_us": round(added * 1e6, 1),
+        "added_share": share(added, statistics.median(bare)),
         "throughput_ratio": round(ratio, 3),
         "errors": 0,  # a call that fails ends the bench
     }
