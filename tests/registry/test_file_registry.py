@@ -149,6 +149,13 @@ def test_a_file_that_vanishes_and_returns(path: Path) -> None:
         assert watcher.subscription.error is None
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fleet.json")
+    with pytest.raises(RegistryUnavailable, match="is no regular file; accepted: one that can be read again"):
+        first_fleet(registry(tmp_path / "fleet.json"), 0.1)
+
+
 def test_a_file_that_is_missing_at_start_is_an_error_and_is_found_later(tmp_path: Path) -> None:
     path = tmp_path / "fleet.json"
     with pytest.raises(RegistryUnavailable, match=r"No such file.*fleet\.json"):

@@ -7,6 +7,7 @@ does with config maps). A version that cannot be read, or has another shape, is 
 from __future__ import annotations
 
 import json
+import stat
 import threading
 import time
 import tomllib
@@ -90,6 +91,8 @@ class FileSubscription:
     def _read_if_changed(self) -> None:
         last, self._seen = self._seen, None
         status = self._path.stat()
+        if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):  # to read a pipe may take for ever
+            raise InvalidRecord(f"{self._path}: is no regular file; accepted: one that can be read again")
         seen = status.st_mtime_ns, status.st_size, status.st_ino
         if seen != last:
             self._view.replace(document_records(_read(self._path), str(self._path)), time.monotonic())
