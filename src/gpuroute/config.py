@@ -142,8 +142,9 @@ class Settings:
     health_interval: float = _row(5.0, DURATION, "How often one endpoint is asked for its health, jittered.")
     asks: str = _row(
         "auto",
-        choice("auto", "on", "engines", "off"),
-        "Ask the agents of a few endpoints before a call: when that pays, always, also engines without an agent, never.",
+        choice("auto", "on", "agents", "engines", "off"),
+        "Ask the agents of a few endpoints before a call: when that pays (and engines whose agent is not believed), "
+        "always, agents only, also engines without an agent, never.",
     )
     ask_timeout: float = _row(0.003, DURATION, "Longest wait for the answers to one call's asks.")
     ask_hashes: bool = _row(

@@ -5,17 +5,24 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from agent.stage import AgentThread, call_of, desks, router_of
+from ports import closed_udp_port
 
+from gpuroute.agent.desk import Desk
 from gpuroute.core.endpoint import Endpoint
+from gpuroute.core.trust import alarm
 from gpuroute.transports import ask_engines
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
+
+    from gpuroute.core.asking import BidBody
+    from gpuroute.router import Router
 
 pytestmark = pytest.mark.real_time
 
@@ -30,6 +37,7 @@ class Engine(ThreadingHTTPServer):
     def __init__(self) -> None:
         self.asked = 0
         self.body = b""
+        self.path = "/v1/loads"
         super().__init__(("127.0.0.1", 0), Answer)
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
@@ -47,7 +55,7 @@ class Answer(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.server.asked += 1
-        self.send_response(200 if self.path == "/v1/loads" else 404)
+        self.send_response(200 if self.path == self.server.path else 404)
         self.send_header("Content-Length", str(len(self.server.body)))
         self.end_headers()
         self.wfile.write(self.server.body)
@@ -126,4 +134,97 @@ def test_it_is_opt_in_and_agents_come_first(engines: list[Engine]) -> None:
         router, asker = router_of(mixed, **ENGINES)
         asking = asker.ask(call_of(router))
         assert asking.bids
+        assert engines[0].asked == 0
+
+
+class Liar(Desk):
+    """Always idle."""
+
+    def bid(self, id_: int, tokens: int, hashes: Sequence[int], now: float) -> BidBody:
+        return super().bid(id_, tokens, hashes, now)._replace(queued_tokens=0, running=0, waiting=0, age=0.0)
+
+
+def beside(agent: AgentThread, engines: list[Engine]) -> list[Endpoint]:
+    return [engine.endpoint(one.id, agent=one.agent) for one, engine in zip(agent.endpoints(), engines, strict=True)]
+
+
+def alarmed(router: Router) -> None:
+    """Somebody was found out just now."""
+    alarm(router.pool("p").shared.speeds, router.clock())
+
+
+@pytest.mark.parametrize("how", ["sync", "async"])
+def test_an_engine_is_asked_beside_an_agent_that_is_not_believed(engines: list[Engine], how: str) -> None:
+    engines[0].says(running=30, waiting=20, tokens=80_000)
+    with AgentThread([Liar("gpu-0"), Liar("gpu-1")]) as agent:
+        endpoints = beside(agent, engines)
+        router, asker = router_of(endpoints, asks="on", ask_timeout="5s")
+        asker.ask(call_of(router))
+        assert engines[0].asked == engines[1].asked == 0, "where all is well engines are left alone"
+        alarmed(router)
+        call = call_of(router)
+        asking = asker.ask(call) if how == "sync" else asyncio.run(asker.ask_async(call))
+        assert (engines[0].asked, engines[1].asked) == (1, 1)
+        assert call.ask.bids["gpu-0"].queued_tokens == 80_000
+        assert call.ask.bids["gpu-0"].source == "engine:READY"
+        assert call.ask.bids["gpu-1"].source == "agent:READY", "its engine says nothing useful: that costs nothing"
+        attempt = call.next_attempt(router.clock())
+        assert attempt.state.id == "gpu-1"
+        asking.take(attempt)
+        again = call_of(router)
+        asker.ask(again)
+        assert again.ask.bids["gpu-0"].source == "engine:READY"
+        assert engines[1].asked == 1, "and is left alone for a minute"
+
+
+def test_an_engine_that_confirms_its_agent_changes_nothing(engines: list[Engine]) -> None:
+    for engine in engines:
+        engine.says(running=0, waiting=0, tokens=0)
+    with AgentThread([Liar("gpu-0"), Liar("gpu-1")]) as agent:
+        endpoints = beside(agent, engines)
+        router, asker = router_of(endpoints, asks="on", ask_timeout="5s")
+        alarmed(router)
+        for _ in range(3):
+            call = call_of(router)
+            asker.ask(call)
+            assert {bid.source for bid in call.ask.bids.values()} == {"agent:READY"}
+        assert [engine.asked for engine in engines] == [1, 1], "once is enough"
+
+
+def test_an_engine_stands_in_for_an_agent_that_is_gone(engines: list[Engine], eventually: Callable[..., None]) -> None:
+    for engine in engines:
+        engine.says(running=3, waiting=0, tokens=7)
+    gone = f"udp://127.0.0.1:{closed_udp_port()}"
+    router, asker = router_of(
+        [engine.endpoint(f"gpu-{n}", agent=gone) for n, engine in enumerate(engines)], asks="on", ask_timeout="300ms"
+    )
+
+    def stand_in() -> bool:
+        call = call_of(router)
+        asker.ask(call)
+        return any(bid.source == "engine:READY" and bid.queued_tokens == 7 for bid in call.ask.bids.values())
+
+    eventually(stand_in, "the engine speaks for itself")
+
+
+def test_engines_that_count_in_their_metrics_are_asked_for_these(engines: list[Engine]) -> None:
+    page = "vllm:num_requests_running 30\nvllm:num_requests_waiting 20\nvllm:kv_cache_usage_perc 0.5\n"
+    with AgentThread([Liar("gpu-0"), Liar("gpu-1")]) as agent:
+        endpoints = [replace(one, engine="vllm") for one in beside(agent, engines)]
+        router, asker = router_of(endpoints, asks="on", ask_timeout="5s")
+        for engine in engines:
+            engine.body, engine.path = page.encode(), "/metrics"
+        alarmed(router)
+        call = call_of(router)
+        asker.ask(call)
+        assert {(bid.running, bid.waiting) for bid in call.ask.bids.values()} == {(30, 20)}
+
+
+def test_agents_only(engines: list[Engine]) -> None:
+    engines[0].says(running=30, waiting=20, tokens=80_000)
+    with AgentThread([Liar("gpu-0"), Liar("gpu-1")]) as agent:
+        endpoints = beside(agent, engines)
+        router, asker = router_of(endpoints, asks="agents", ask_timeout="5s")
+        alarmed(router)
+        asker.ask(call_of(router))
         assert engines[0].asked == 0

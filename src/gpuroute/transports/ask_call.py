@@ -26,6 +26,7 @@ from gpuroute.core.learning import learn_bid
 from gpuroute.core.locality import learn_round_trip
 from gpuroute.core.report import Report
 from gpuroute.core.sources import prompt_tokens
+from gpuroute.core.trust import second_opinion
 from gpuroute.engines.usage import read_usage
 from gpuroute.transports.ask_lines import RELAY, wake
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
     from gpuroute.core.attempt import Attempt
     from gpuroute.core.call import Call
+    from gpuroute.core.state import EndpointState
     from gpuroute.transports.ask_lines import Address, Line, Place
     from gpuroute.transports.ask_peers import Asked
     from gpuroute.transports.asking import Asker
@@ -50,9 +52,9 @@ class Asking:
     """The asks of one call, and the take and tell that follow. Owned by the call's task or thread."""
 
     __slots__ = (
-        "_again_at", "_answers", "_asked", "_asker", "_call", "_line", "_look_at", "_open", "_real_queue", "_repeated",
-        "_rounds", "_unanswered", "_unread", "_until", "_waits", "bids", "due", "id", "key", "missing", "patient",
-        "started",
+        "_again_at", "_answers", "_asked", "_asker", "_call", "_line", "_look_at", "_open", "_opinions", "_real_queue",
+        "_repeated", "_rounds", "_unanswered", "_unread", "_until", "_waits", "bids", "due", "id", "key", "missing",
+        "patient", "started",
     )  # fmt: skip
 
     def __init__(self, asker: Asker, call: Call, asked: Mapping[int, Asked], line: Line) -> None:
@@ -75,6 +77,7 @@ class Asking:
         self._look_at = min(until, started + (3 * patience if self.patient else patience))
         self._rounds = self._repeated = self._answers = self._unanswered = 0
         self._open: dict[Attempt, Place] = {}
+        self._opinions: dict[EndpointState, Report] = {}  # of engines that were asked beside their agents
         self._real_queue: dict[str, int] = {}
 
     def send(self) -> None:
@@ -154,23 +157,31 @@ class Asking:
             state, peer, _ = one
             if peer.misses:
                 peer.answered()
+            bid = _new(Report, (at, *said, peer.sources[condition]))
+            if peer.backs_up:
+                self._opinions[state] = bid
+                continue
             answers += 1
             took += now - started
             if far:
                 learn_round_trip(state, now - started)
-            bid = _new(Report, (at, *said, peer.sources[condition]))
             if condition:  # not ready
                 self._real_queue[state.id] = bid.queued_tokens
                 bid = bid._replace(queued_tokens=bid.queued_tokens + NOT_READY_TOKENS)
             else:
                 learn_bid(state, bid, mean)
             bids[state.id] = bid
+        self.missing = len(asked) - len(bids) - len(self._opinions)
         if answers:
-            self._answers += answers
-            asker.answered(answers, took / answers, late=not self._waits)
-            if self._unanswered:
-                self._were_late(answers)
-        self.missing = len(asked) - len(bids)
+            self._count(answers, took)
+        if self._opinions and not self._waits:
+            self._weigh()
+
+    def _count(self, answers: int, took: float) -> None:
+        self._answers += answers
+        self._asker.answered(answers, took / answers, late=not self._waits)
+        if self._unanswered:
+            self._were_late(answers)
 
     def conclude(self) -> None:
         """The wait is over: what was answered counts for the next pick."""
@@ -183,6 +194,8 @@ class Asking:
             self._missed()
         else:
             self._line.listeners.pop(self.key, None)
+        if self._opinions:
+            self._weigh()
         asker.loss += LEARNS * (min(1.0, self._unanswered / len(self._asked)) - asker.loss)
 
     def _missed(self) -> None:
@@ -195,7 +208,7 @@ class Asking:
             for _, peer, _ in silent:
                 peer.missed(now)
         never = sum(place.family == RELAY for _, _, place in silent)
-        self._unanswered = max(0, len(self._asked) + self._repeated - self._answers - never)
+        self._unanswered = max(0, len(self._asked) + self._repeated - self._answers - len(self._opinions) - never)
 
     def _were_late(self, answers: int) -> None:
         """They counted as lost, and a busy machine is no lossy network."""
@@ -204,7 +217,21 @@ class Asking:
         asker.loss = max(0.0, asker.loss - LEARNS * late / len(self._asked))
 
     def _silent(self) -> list[Asked]:
-        return [one for one in self._asked.values() if one[0].id not in self.bids]
+        bids, opinions = self.bids, self._opinions
+        return [
+            one for one in self._asked.values() if (one[0] not in opinions if one[1].backs_up else one[0].id not in bids)
+        ]
+
+    def _weigh(self) -> None:
+        """Engines say what their agents say, or they stand in for them."""
+        now, bids, mean = self._asker.clock(), self.bids, self._call.pool.mean_tokens
+        for state, counts in self._opinions.items():
+            said = bids.get(state.id)
+            if said is None:
+                learn_bid(state, counts, mean)
+            if said is None or state.id not in self._real_queue:  # who is not ready says so
+                bids[state.id] = second_opinion(state, said, counts, now)
+        self._opinions = {}
 
     # ------------------------------------------------------------------------------------------ take and tell
 

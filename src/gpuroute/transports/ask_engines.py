@@ -3,7 +3,7 @@
 Fresher than what comes with answers, and dearer than a datagram, so it is opt in (`GPUROUTE_ASKS=engines`), bounded and
 shared: an answer serves all calls of `FRESH_S`, an engine that says nothing useful is left alone for `REST_S`. Two daemon
 threads fetch; nobody waits for them longer than for any other bid. What engines say has no prefix cache and sees no call
-that is still on its way.
+that is still on its way. Engines whose agent is not believed are asked too, and if need be for their metrics.
 """
 
 from __future__ import annotations
@@ -17,17 +17,19 @@ from urllib.parse import urlsplit
 
 from gpuroute.core.asking import BidBody, EngineState, Kind, decode_ask, encode_bid, identity_of, open_message
 from gpuroute.engines.catalog import engine_of
+from gpuroute.engines.metrics import read_metrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from gpuroute.core.orca import LoadReport
+    from gpuroute.engines.engine import Engine
 
 FRESH_S = 0.1
 REST_S = 60.0
 TIMEOUT_S = 0.5
 WORKERS = 2
-MAX_BODY = 256 * 1024
+MAX_BODY = 512 * 1024
 
 
 class Waiting(NamedTuple):
@@ -75,6 +77,11 @@ class Engines:
         if fresh is not None:
             deliver(self._bid(data, target, fresh))
 
+    def rests(self, target: str) -> bool:
+        """True if that engine said nothing useful a short while ago."""
+        entry = self._entries.get(target)
+        return entry is not None and entry.rest_until > time.monotonic()
+
     def _start(self) -> None:
         if self._threads < WORKERS:
             self._threads += 1
@@ -100,7 +107,7 @@ class Engines:
         waiting = int(load.waiting or 0)
         queued = waiting * decode_ask(body).tokens if load.queued_tokens is None else int(load.queued_tokens)
         running = load.in_flight if load.running is None else load.running
-        ident = identity_of(target.partition(" ")[0])
+        ident = identity_of(target)
         bid = BidBody(
             queued, int(running or 0), waiting, load.kv_usage or 0.0, EngineState.READY, None, ident, 0, prefill_us=0
         )
@@ -109,13 +116,13 @@ class Engines:
 
 def _look(target: str, connections: dict[str, http.client.HTTPConnection]) -> LoadReport | None:
     """What the engine says now; None if it says nothing. A kept connection that has died is replaced once."""
-    _, name, url = target.split(" ", 2)
+    _, name, url, *metrics = target.split(" ")
     engine, parts = engine_of(name), urlsplit(url)
     for _ in range(2):
         kept = connections.pop(url, None)
         connection = kept or http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=TIMEOUT_S)
         try:
-            connection.request("GET", parts.path.rstrip("/") + engine.load)
+            connection.request("GET", parts.path.rstrip("/") + (metrics[0] if metrics else engine.load))
             answer = connection.getresponse()
             body = answer.read(MAX_BODY)
         except (OSError, http.client.HTTPException):
@@ -127,5 +134,12 @@ def _look(target: str, connections: dict[str, http.client.HTTPConnection]) -> Lo
             connections[url] = connection
         else:
             connection.close()
-        return engine.read_load(body) if answer.status == 200 and engine.read_load else None
+        return _read(engine, body, metrics=bool(metrics)) if answer.status == 200 else None
     return None
+
+
+def _read(engine: Engine, body: bytes, *, metrics: bool) -> LoadReport | None:
+    if not metrics:
+        return engine.read_load(body) if engine.read_load else None
+    page = read_metrics(engine, body)
+    return None if page is None or page.report.running is None else page.report

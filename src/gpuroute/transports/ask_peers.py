@@ -17,11 +17,12 @@ from urllib.parse import urlsplit
 from gpuroute.core.asking import EngineState, identity_of
 from gpuroute.core.endpoint import engine_of_agent
 from gpuroute.core.sources import MOST
+from gpuroute.core.trust import wants_second_opinion
 from gpuroute.engines.catalog import engine_of
 from gpuroute.transports.ask_lines import RELAY, Place
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Mapping
+    from collections.abc import Callable, Container, Iterable, Mapping
 
     from gpuroute.core.endpoint import Endpoint
     from gpuroute.core.pool import Pool
@@ -37,6 +38,7 @@ MUTE_S, MAX_MUTE_S = 0.5, 30.0
 SCHEME = "engine"  # of an engine that is asked itself: its id, its dialect and its URL follow
 SOURCES = tuple(f"agent:{state.name}" for state in EngineState)
 ENGINE_SOURCES = tuple(f"{SCHEME}:{state.name}" for state in EngineState)
+ROUGH = frozenset({"vllm"})  # whose load endpoint says one number: who waits is not told from who runs
 COVERED = 0.95  # a pool with fewer agents is worth a word in the log
 MAX_PEERS = 20_000
 MAX_POOLS = 4_000
@@ -46,13 +48,18 @@ RESOLVE_S = 60.0
 class Peer:
     """The agent of one endpoint, as this process knows it. `place`: None while that is not known."""
 
-    __slots__ = ("agent", "endpoint", "identity", "misses", "muted_until", "place", "resolve_at", "sources")
+    __slots__ = (
+        "agent", "backs_up", "endpoint", "identity", "misses", "muted_until", "place", "resolve_at", "second", "sources",
+    )  # fmt: skip
 
-    def __init__(self, endpoint: Endpoint, agent: str) -> None:
+    def __init__(self, endpoint: Endpoint, agent: str, *, backs_up: bool = False) -> None:
         self.endpoint = endpoint
         self.agent = agent
-        self.sources = ENGINE_SOURCES if agent.startswith(f"{SCHEME}:") else SOURCES
-        self.identity = identity_of(endpoint.id)
+        self.backs_up = backs_up  # an engine that is asked beside its agent
+        self.second: Peer | None = None  # who backs this one up
+        is_engine = agent.startswith(f"{SCHEME}:")
+        self.sources = ENGINE_SOURCES if is_engine else SOURCES
+        self.identity = identity_of(agent.removeprefix(f"{SCHEME}:") if is_engine else endpoint.id)
         self.place: Place | None = None
         self.resolve_at = 0.0 if agent else math.inf
         self.misses = 0
@@ -71,10 +78,13 @@ class Peer:
 
 
 class Peers:
-    """Everybody that one process may ask. `engines`: those without an agent too. Any thread."""
+    """Everybody that one process may ask. `engines`: those without an agent too. `doubts`: engines whose agent is not
+    believed, unless they `rest`. Any thread."""
 
-    def __init__(self, *, engines: bool) -> None:
+    def __init__(self, *, engines: bool, doubts: bool = False, rests: Callable[[str], bool] = bool) -> None:
         self._engines = engines
+        self._doubts = doubts
+        self._rests = rests
         self._known: dict[EndpointState, Peer] = {}
         self._pools: dict[int, tuple[Snapshot, bool]] = {}  # by id: two protocols may be two pools of one name
 
@@ -103,6 +113,7 @@ class Peers:
     ) -> Mapping[int, Asked]:
         """Those of the endpoints that may take a call and whose agents may be asked, by the identity in their bids."""
         found: dict[int, Asked] = {}
+        seconds: list[tuple[EndpointState, Peer]] = []
         known = self._known
         for state in states:
             if len(state.in_flight) < state.limit and state not in tried:
@@ -110,9 +121,16 @@ class Peers:
                 if peer is None or now >= peer.resolve_at or peer.endpoint is not state.endpoint:
                     peer = self._meet(state, peer, now)
                 place = peer.place
-                if place is not None and peer.muted_until <= now:
+                answers = place is not None and peer.muted_until <= now
+                if place is not None and answers:
                     found[peer.identity] = state, peer, place
-        return found if len(found) <= MOST else dict(islice(found.items(), MOST))
+                if peer.second is not None and (not answers or wants_second_opinion(state, now)):
+                    seconds.append((state, peer.second))
+        asked = found if len(found) <= MOST else dict(islice(found.items(), MOST))
+        for state, second in seconds[:MOST]:
+            if second.place is not None and second.muted_until <= now and not self._rests(second.agent):
+                asked[second.identity] = state, second, second.place
+        return asked
 
     def forget(self) -> None:
         """Know nobody: in a forked child, whose threads that look up names are the parent's."""
@@ -133,6 +151,9 @@ class Peers:
             if len(self._known) >= MAX_PEERS:  # of endpoints that left long ago; the others are found again at once
                 self._known.clear()
             peer = self._known[state] = Peer(endpoint, agent)
+            if self._doubts and endpoint.agent and endpoint.engine and (engine := _engine_itself(endpoint, whole=True)):
+                peer.second = Peer(endpoint, engine, backs_up=True)
+                _resolve(peer.second)
         if now >= peer.resolve_at:
             _resolve(peer)
             peer.resolve_at = now + RESOLVE_S  # not before: another thread would find it without its place
@@ -140,11 +161,17 @@ class Peers:
 
     def _agent(self, endpoint: Endpoint) -> str:
         """The address of who answers for an endpoint: its agent, or the engine itself."""
-        if endpoint.agent or not self._engines:
-            return endpoint.agent
-        engine = engine_of(endpoint.engine)
-        plain = endpoint.protocol == "http" and endpoint.url.startswith("http://") and not endpoint.headers
-        return f"{SCHEME}:{endpoint.id} {engine.name} {endpoint.url}" if plain and engine.read_load else ""
+        return endpoint.agent if endpoint.agent or not self._engines else _engine_itself(endpoint)
+
+
+def _engine_itself(endpoint: Endpoint, *, whole: bool = False) -> str:
+    """The address of an engine that can be asked for its load; `whole`: by its metrics too, which are no small page."""
+    engine = engine_of(endpoint.engine)
+    if endpoint.protocol != "http" or not endpoint.url.startswith("http://") or endpoint.headers:
+        return ""
+    if whole and engine.metrics and not engine.metrics_port and (not engine.read_load or engine.name in ROUGH):
+        return f"{SCHEME}:{endpoint.id} {engine.name} {endpoint.url} {engine.metrics}"
+    return f"{SCHEME}:{endpoint.id} {engine.name} {endpoint.url}" if engine.read_load else ""
 
 
 def _resolve(peer: Peer) -> None:

@@ -77,7 +77,7 @@ class Asker:
         self._files = settings.agent_ca, settings.agent_cert, settings.agent_cert_key
         self._channels: Channels | None = None
         self._engines: Engines | None = None
-        self.peers = Peers(engines=settings.asks == "engines")
+        self.peers = Peers(engines=settings.asks == "engines", doubts=settings.asks != "agents", rests=self._rests)
         self.covers = self.peers.covers
         self._running_loop: Callable[[], asyncio.AbstractEventLoop] | None = None
         self._arrange()
@@ -185,6 +185,9 @@ class Asker:
                 self._loops.pop(ended).close()
             line = self._loops[loop] = LoopLine(loop, self._say)
         return line
+
+    def _rests(self, engine: str) -> bool:
+        return self._engines is not None and self._engines.rests(engine.removeprefix(f"{SCHEME}:"))
 
     def _say(self, data: bytes, scheme: str, target: str, timeout: float, deliver: Callable[[bytes], None]) -> None:
         """Send a message that is no datagram."""
