@@ -159,6 +159,15 @@ def test_a_server_joins_when_the_registry_says_so() -> None:
     assert sim.servers[3].picked == 0 < late
 
 
+@pytest.mark.parametrize("name", PEERS)
+@pytest.mark.parametrize("fleet", ["3xH100", "2xL40S,1xH100"])
+def test_yardsticks_survive_a_fleet_that_leaves_and_comes_and_use_who_joins(name: str, fleet: str) -> None:
+    scenario = replace(SMALL, trace="synthetic:rate=10,prompt=4000", fleet=fleet, copies=1)
+    for events in (("1:drain:0-2", "8:join:0-2"), ("1:die:0-2",), ("2:join:2",)):
+        found = simulate(replace(scenario, events=tuple(parse_event(text) for text in events)), name, 1)
+    assert found.shares[2] > 0, "the newcomer, and the fastest"
+
+
 def test_a_throttled_server_is_slower() -> None:
     healthy, _ = run("random")
     throttled, _ = run("random", events=("0:throttle:0-3:0.5",))

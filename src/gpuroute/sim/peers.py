@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from math import exp, inf
 from random import Random
 from typing import TYPE_CHECKING, ClassVar
@@ -118,25 +118,37 @@ class EnvoyLeastRequest(Peer):
     Envoy knows no GPU kinds: the weights are those of the registry, here the kinds' rough speeds.
     """
 
+    _weights: list[float] | None = None
+
     def set_up(self) -> None:
         kinds = {server.kind for server in self.sim.servers}
-        rates = [_rate(server) for server in self.sim.servers]
+        self._weights = [_rate(server) for server in self.sim.servers] if len(kinds) > 1 else None
         self._queue: list[tuple[float, int, int]] = []
-        self._weights = rates if len(kinds) > 1 else None
-        self._turn = 0
-        if self._weights:
-            self._queue = [(self.random.random() / rates[index], index, index) for index in self.live]
-            heapify(self._queue)
+        self._turn, self._now = 0, 0.0
+        self._queued: set[int] = set()
+        self._enqueue()
+
+    def fleet_changed(self, states: Sequence[str | None], now: float) -> None:
+        super().fleet_changed(states, now)
+        self._enqueue()
+
+    def _enqueue(self) -> None:
+        """Whoever is listed for the first time gets its first turn as if it had been there."""
+        if self._weights is not None:
+            for index in self.live:
+                if index not in self._queued:
+                    self._queued.add(index)
+                    heappush(self._queue, (self._now + self.random.random() / self._weights[index], index, index))
 
     def pick(self, flight: Flight, now: float) -> int:  # noqa: ARG002
         if self._weights is None:
             a, b = self.two()
             return a if self.in_flight[a] <= self.in_flight[b] else b
         while True:
-            deadline, _, index = heappop(self._queue)
+            self._now, _, index = heappop(self._queue)
             self._turn += 1
             weight = self._weights[index] / (self.in_flight[index] + 1)
-            heappush(self._queue, (deadline + 1 / weight, len(self.in_flight) + self._turn, index))
+            heappush(self._queue, (self._now + 1 / weight, len(self.in_flight) + self._turn, index))
             if index in self.live:
                 return index
 
