@@ -7,14 +7,17 @@ and engines alike; times are reported in GPU seconds. On few cores a larger scal
 `machine_load` (runnable tasks for each core) tells how small: above 1 the engines themselves run late, and it lies.
 
 Trouble can be asked for: `auto+asks+loss` (30 % of all messages vanish), `+liars` (10 % of the agents, one at least, say
-that they are idle and have everything cached), `+frozen` (the same number of agents is stopped), `+closed` (nobody
-listens where so many agents are said to be).
+that they are idle and have everything cached), `+repeats` (so many say the same moderate queue for ever), `+frozen` (so
+many are stopped), `+closed` (nobody listens where so many are said to be). `+agents` asks no engine, whatever its agent
+says; `+reroute` moves calls whose promise was broken. With `--rounds` policies take turns, and `times_first` is the
+median over the rounds of what a policy's mean was of the first one's in the same round: a busy moment hits both.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -27,6 +30,7 @@ import urllib.request
 from collections import Counter
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpuroute.cli import duration
@@ -104,7 +108,7 @@ def add_parser(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     add(
         "--policies",
         default=POLICIES,
-        help="comma-separated; +asks, and +loss, +liars, +frozen or +closed (default: %(default)s)",
+        help="comma-separated; +asks, and +loss, +liars, +repeats, +frozen or +closed (default: %(default)s)",
     )
     add("--servers", type=int, default=12, help="GPU processes (default: %(default)s)")
     add("--agents", type=int, default=0, help="agent processes (default: one for each server)")
@@ -143,12 +147,14 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(rows))
         return 0
     print(
-        f"{'policy':<12}{'asks':>6}{'trouble':>8}{'mean':>9}{'p50':>9}{'p95':>9}{'p99':>9}{'cached':>9}{'failed':>8}{'calls':>7}"
+        f"{'policy':<12}{'asks':>6}{'trouble':>16}{'mean':>9}{'x first':>9}{'p50':>9}{'p95':>9}{'p99':>9}{'cached':>9}"
+        f"{'failed':>8}{'calls':>7}"
     )
     for row in rows:
-        times = "".join(f"{row[name]:>9.3f}" for name in ("ttft_mean", "ttft_p50", "ttft_p95", "ttft_p99"))
+        names = ("ttft_mean", "times_first", "ttft_p50", "ttft_p95", "ttft_p99")
+        times = "".join(f"{row[name]:>9.3f}" for name in names)
         rest = f"{row['cached_share']:>9.3f}{row['failed']:>8}{row['calls']:>7}"
-        print(f"{row['policy']:<12}{row['asks']!s:>6}{row['trouble']:>8}{times}{rest}")
+        print(f"{row['policy']:<12}{row['asks']!s:>6}{row['trouble']:>16}{times}{rest}")
     return 0
 
 
@@ -156,7 +162,7 @@ def measure(scene: Scene, names: Sequence[str], rounds: int) -> list[dict[str, A
     """One row for each policy; they take turns `rounds` times."""
     import gpuroute.httpx2  # noqa: F401  (once, before the clients are forked)
 
-    found: dict[str, list[Call]] = {name: [] for name in names}
+    found: dict[str, list[list[Call]]] = {name: [] for name in names}
     asked: dict[str, Counter[str]] = {name: Counter() for name in names}
     loads: dict[str, list[float]] = {name: [] for name in names}
     with ExitStack() as stack:
@@ -168,13 +174,25 @@ def measure(scene: Scene, names: Sequence[str], rounds: int) -> list[dict[str, A
                 turn = Turn(number, name, endpoints, time.monotonic() + LEAD_S)
                 for pipe in clients:
                     pipe.send(turn)
+                found[name].append([])
                 for pipe in clients:
                     calls, counts = pipe.recv()
-                    found[name] += calls
+                    found[name][-1] += calls
                     asked[name].update(counts)
             loads[name].append(os.getloadavg()[0] / (os.cpu_count() or 1))
-    rows = [_row(name, calls, asked[name], scene) for name, calls in found.items()]
-    return [{**row, "machine_load": round(sum(loads[name]) / rounds, 2)} for row, name in zip(rows, names, strict=True)]
+    rows = []
+    for name, turns in found.items():
+        row = _row(name, [call for calls in turns for call in calls], asked[name], scene)
+        means, firsts = ([_mean(calls, scene) for calls in its] for its in (turns, found[names[0]]))
+        row["times_first"] = round(median(mean / first for mean, first in zip(means, firsts, strict=True)), 3)
+        rows.append({**row, "means": means, "machine_load": round(sum(loads[name]) / rounds, 2)})
+    return rows
+
+
+def _mean(calls: list[Call], scene: Scene) -> float:
+    """Mean TTFT of one turn's measured calls, in GPU seconds."""
+    ttfts = [call.ttft / scene.time_scale for call in calls if call.at >= scene.warmup and call.ttft is not None]
+    return round(sum(ttfts) / len(ttfts), 4) if ttfts else math.nan
 
 
 def _row(name: str, calls: list[Call], counts: Counter[str], scene: Scene) -> dict[str, Any]:
@@ -211,6 +229,7 @@ class LiveFleet:
 
     endpoints: list[Endpoint]
     lying: list[Endpoint]
+    repeating: list[Endpoint]
     closed: list[Endpoint]
     agents: list[subprocess.Popen[bytes]]
 
@@ -223,7 +242,8 @@ def _trouble(kind: str, fleet: LiveFleet) -> Iterator[list[Endpoint]]:
     for agent in stopped:
         agent.send_signal(signal.SIGSTOP)
     try:
-        yield fleet.lying if "liars" in words else fleet.closed if "closed" in words else fleet.endpoints
+        bad = {"liars": fleet.lying, "repeats": fleet.repeating, "closed": fleet.closed}
+        yield next((endpoints for word, endpoints in bad.items() if word in words), fleet.endpoints)
     finally:
         for agent in stopped:
             agent.send_signal(signal.SIGCONT)
@@ -251,8 +271,9 @@ def _start_fleet(scene: Scene, stack: ExitStack) -> LiveFleet:
             agent = f"{lines['agent']}/{place}"
             made.append(Endpoint(f"gpu-{index}", urls[index], engine="vllm", gpu=Gpu(scene.gpu), agent=agent))
     few = _few(len(made))
-    lying = _moved(made, _start_liars([endpoint.id for endpoint in made[:few]], stack))
-    return LiveFleet(made, lying, _moved(made, [_closed_port(stack) for _ in range(few)]), agents)
+    names = [endpoint.id for endpoint in made[:few]]
+    lying, repeating = (_moved(made, _start_liars(names, repeats, stack)) for repeats in (False, True))
+    return LiveFleet(made, lying, repeating, _moved(made, [_closed_port(stack) for _ in range(few)]), agents)
 
 
 def _moved(endpoints: list[Endpoint], ports: list[int]) -> list[Endpoint]:
@@ -300,11 +321,11 @@ def _all_ready(status: str, count: int) -> bool:
     return len(engines) == count and all(engine["state"] == "ready" for engine in engines)
 
 
-def _start_liars(idents: list[str], stack: ExitStack) -> list[int]:
-    """Agents that always say that they are idle and have everything cached; their ports."""
+def _start_liars(idents: list[str], repeats: bool, stack: ExitStack) -> list[int]:
+    """Agents that always say that they are idle and have everything cached, or always the same; their ports."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    process = context.Process(target=_lie, args=(there, idents), daemon=True)
+    process = context.Process(target=_lie, args=(there, idents, repeats), daemon=True)
     process.start()
     there.close()
     stack.callback(process.kill)
@@ -312,7 +333,7 @@ def _start_liars(idents: list[str], stack: ExitStack) -> list[int]:
     return ports
 
 
-def _lie(pipe: Connection, idents: list[str]) -> None:
+def _lie(pipe: Connection, idents: list[str], repeats: bool) -> None:
     from gpuroute.agent.answers import Answers
     from gpuroute.agent.desk import Desk
     from gpuroute.agent.server import UdpServer, open_socket
@@ -320,7 +341,9 @@ def _lie(pipe: Connection, idents: list[str]) -> None:
     class Liar(Desk):
         def bid(self, id_: int, tokens: int, hashes: Sequence[int], now: float) -> BidBody:
             said = super().bid(id_, tokens, hashes, now)
-            return said._replace(queued_tokens=0, running=0, waiting=0, kv_usage=0.0, matched_tokens=tokens)
+            if repeats:
+                return said._replace(queued_tokens=2_000, running=12, waiting=0, kv_usage=0.5123, age=0.0)
+            return said._replace(queued_tokens=0, running=0, waiting=0, kv_usage=0.0, matched_tokens=tokens, age=0.0)
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
@@ -378,7 +401,9 @@ async def _serve(pipe: Connection, rows: list[Request], scene: Scene) -> None:
         kind, asks = turn.kind, turn.has("asks")
         if kind not in clients:
             how: dict[str, Any] = {"asks": "on" if asks else "off", "ask_hashes": asks, "agent_key": KEY}
-            how["ask_timeout"] = scene.ask_timeout
+            if asks and turn.has("agents"):
+                how["asks"] = "agents"
+            how |= {"ask_timeout": scene.ask_timeout, "reroute": turn.has("reroute")}
             router = Router(endpoints={POOL: turn.endpoints}, policy=turn.policy, **how)
             clients[kind], routers[kind] = AsyncClient(router, timeout=300.0), router
         Line.send = _losing if turn.has("loss") else _sending  # type: ignore[method-assign,assignment]
