@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
@@ -169,6 +170,7 @@ def test_an_engine_that_owes_its_page_of_metrics_is_not_idle(monkeypatch: pytest
     asyncio.run(watch.look())
     assert watch.idle, "it counts no longer: what clients announce is all that is known"
     assert (watch.desk.book.sample.running, watch.desk.book.sample.waiting) == (0, 0)
+    assert watch.desk.bid(1, 100, (), time.monotonic()).age > UNSAID_S, "and bids say so"
 
 
 def test_an_engine_that_comes_back_without_its_metrics_is_there() -> None:

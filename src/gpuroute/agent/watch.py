@@ -143,7 +143,9 @@ class Watch:
         queued = -1 if report.queued_tokens is None else int(report.queued_tokens)
         if self.desk.feed is not None:
             self.desk.feed.looked(counters, now)
-        self.desk.sampled(Sample(now, int(running), int(waiting), report.kv_usage or 0.0, queued))
+        # Who has counted before and does so no more is not idle: bids go by takes, and say how old the rest is.
+        at = now if report.requests is not None or self._said_at == -math.inf else self._said_at
+        self.desk.sampled(Sample(at, int(running), int(waiting), report.kv_usage or 0.0, queued))
 
     async def _read(self) -> tuple[Reply, LoadReport, Mapping[str, float]]:
         """The engine's answer, and what it says of load: from its metrics, and where it has one its load endpoint."""
