@@ -86,3 +86,12 @@ def test_the_command_prints_claims_and_fails_when_one_is_missed(
     monkeypatch.setattr(suite, "SUITES", {"headline": rows[:1]})
     assert cli.main(["simulate", "--suite", "headline", "--quiet", "--json"]) == 0
     assert [row["met"] for row in json.loads(capsys.readouterr().out)] == [True]
+
+
+def test_a_case_may_have_seeds_of_its_own(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny = "--trace synthetic:rate=20,prompt=500,output=5 --fleet 2xH100 --clients 2 --copies 1 --window 2 --warmup 1"
+    monkeypatch.setattr(suite, "CASES", {"one": f"{tiny} --policy p2c", "three": f"{tiny} --policy p2c --seeds 3"})
+    monkeypatch.setattr(suite, "SUITES", {"headline": (Row("4", "a", "one", "p2c"), Row("4", "b", "three", "p2c"))})
+    assert cli.main(["simulate", "--suite", "headline", "--quiet", "--json"]) == 0
+    one, three = json.loads(capsys.readouterr().out)
+    assert one["plus_minus"] == 0 < three["plus_minus"]

@@ -191,10 +191,10 @@ def _suite(args: argparse.Namespace) -> int:
     if unknown := [name for name in wanted if name not in cases_of(rows)]:
         raise ConfigError(f"--only={unknown[0]!r}: expected cases of the suite, of {', '.join(cases_of(rows))}")
     cases = [case for case in cases_of(rows) if not wanted or case in wanted]
-    seeds = range(args.seed, args.seed + args.seeds)
     try:
         for case in cases:
             its = parser.parse_args(CASES[case].split())
+            seeds = range(args.seed, args.seed + max(args.seeds, its.seeds))
             names = its.policy.split(",")
             found[case] = sweep(_scenario(its), names, seeds, jobs=args.jobs, engine=args.engine)
             if len(found[case]) < len(names) * len(seeds):

@@ -51,6 +51,7 @@ CASES: Final[Mapping[str, str]] = {
     "load-50": _talk("auto+asks,oracle,peer:sglang,p2c", copies=17),
     "load-70": _talk("auto+asks,oracle,peer:sglang,p2c", copies=24),
     "base": _talk("auto+asks,auto,oracle,peer:sglang,p2c"),
+    "seeds": _talk("auto+asks,oracle,peer:sglang,p2c", more="--seeds 3"),
     "load-85": _talk("auto+asks,oracle,peer:sglang,p2c", copies=29),
     "load-95": _talk("auto+asks,oracle,peer:token-queue", copies=30, window=100, warmup=100),
     "over": _talk("auto+asks,oracle,peer:token-queue", copies=32, window=100, warmup=100),
@@ -219,6 +220,14 @@ ROWS: Final[Sequence[Row]] = (
     *(
         Row("4", f"load {load} %: against full knowledge", f"load-{load}", "auto+asks / oracle", "<= 1.1")
         for load in (50, 70, 85)
+    ),
+    *(
+        Row("4", f"three seeds: {name}", "seeds", figure, bar)
+        for name, figure, bar in (
+            ("auto+asks against full knowledge", "auto+asks / oracle", "<= 1.1"),
+            ("auto+asks against SGLang", "auto+asks / peer:sglang", "<= 1"),
+            ("SGLang against p2c", "peer:sglang / p2c", "<= 1"),
+        )
     ),
     *(
         Row("4", f"{constant} x {factor}: against SGLang", f"{constant}-{factor}", "auto+asks / peer:sglang", "<= 1")
