@@ -232,6 +232,20 @@ def test_a_record_with_fields_that_nobody_reads_is_told(
     assert "nobody reads 'weigth' (did you mean weight?)" in err
 
 
+@pytest.mark.parametrize("engine", ["triton", "kserve"])
+def test_an_engine_whose_model_nobody_names_is_ready_when_all_of_its_models_are(
+    engine: str, server: GpuServer, eventually: Callable[..., None]
+) -> None:
+    server.answer(200, path="/v2/health/live")
+    server.answer(400, path="/v2/health/ready", count=1)
+    server.answer(200, path="/v2/health/ready")
+    with AgentProcess("--url", server.url, "--engine", engine) as agent:
+        eventually(lambda: agent.state() == "ready", "all of its models are ready")
+        agent.terminate()
+        _, err = agent.process.communicate(timeout=90)
+    assert f"{engine} is asked whether it is ready for all of its models at once: name its model (--model)" in err
+
+
 def test_a_warm_up_that_fails_is_tried_again(server: GpuServer, eventually: Callable[..., None]) -> None:
     server.answer(500, count=1)
     with AgentProcess("--url", server.url, "--warmup", "2") as agent:

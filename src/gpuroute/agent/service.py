@@ -140,6 +140,10 @@ class Agent:
             dialect = await recognised(one.url)
         log.info("%s: %s at %s", desk.id, dialect.name, one.url)
         model = options.model or one.endpoint.model
+        if not model and "{model}" in dialect.ready:
+            asked = "for all of its models at once" if dialect.ready_any else "in vain"
+            log.warning("%s: %s is asked whether it is ready %s: name its model (--model)", desk.id, dialect.name, asked)
+            dialect = replace(dialect, ready=dialect.ready_any or dialect.ready)
         watch = Watch(one.url, dialect, desk, model=model, hung_after=options.hung_after)
         self.watches.append(watch)
         await watch.look()

@@ -83,17 +83,18 @@ class Engine:
     """The dialect of one engine. "" means that it has no such thing.
 
     Paths may contain `{model}`. A health path answering 2xx, with `ready_text` in the body if that is given, means
-    ready; `deep` generates a token: it proves work, but costs a slot. `queue_fails_health`: its health check fails
-    under mere load, so it must not eject. `knock`: path and JSON body of a request that costs it next to nothing, and
-    that it refuses while it drains, where its health check says nothing of that. `metrics_port`: 0 is the port of
-    requests. `load` is a cheap JSON endpoint read by `read_load`. `orca`: what to ask for in
-    `endpoint-load-metrics-format`. `cached_in_prompt`: the counter of prompt tokens includes cached ones.
-    `urgent_is_low`: small values of the `priority` field go first.
-    `signs`: (path, pattern of a 200 answer) that give it away.
+    ready; `ready_any` is the one for who names no model; `deep` generates a token: it proves work, but costs a
+    slot. `queue_fails_health`: its health check fails under mere load, so it must not eject. `knock`: path and JSON
+    body of a request that costs it next to nothing, and that it refuses while it drains, where its health check
+    says nothing of that. `metrics_port`: 0 is the port of requests. `load` is a cheap JSON endpoint read by
+    `read_load`. `orca`: what to ask for in `endpoint-load-metrics-format`. `cached_in_prompt`: the counter of
+    prompt tokens includes cached ones. `urgent_is_low`: small values of the `priority` field go first. `signs`:
+    (path, pattern of a 200 answer) that give it away.
     """
 
     name: str
     ready: str = "/health"
+    ready_any: str = ""
     live: str = "/health"
     ready_text: str = ""
     deep: str = ""

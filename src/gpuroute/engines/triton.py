@@ -15,6 +15,7 @@ _REQUESTS = "nv_trt_llm_request_metrics"
 ENGINE = Engine(
     name="triton",
     ready="/v2/models/{model}/ready",  # a ready server may lack the model
+    ready_any="/v2/health/ready",
     live="/v2/health/live",
     metrics_port=8002,
     report={"waiting": reading("nv_inference_pending_request_count")},
