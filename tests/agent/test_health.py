@@ -10,6 +10,7 @@ import pytest
 from gpuroute.agent.desk import Desk
 from gpuroute.agent.fetch import Reply
 from gpuroute.agent.health import SILENT_LIMIT, Health, Rates, Seen
+from gpuroute.agent.warmup import warm_up
 from gpuroute.agent.watch import UNSAID_S, Watch
 from gpuroute.core.asking import EngineState
 from gpuroute.engines.catalog import engine_of
@@ -180,3 +181,19 @@ def test_an_engine_that_comes_back_without_its_metrics_is_there() -> None:
     assert not health.gone
     assert not health.hung(69.0)
     assert health.answered(seen(), 70.0), "and another process, as soon as it says so"
+
+
+def test_an_engine_behind_an_api_key_is_warmed_up_with_the_headers_of_its_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    key = {"authorization": "Bearer x"}
+    asked: list[tuple[str, object]] = []
+
+    async def fetched(_: str, path: str, *, body: object = None, headers: object = None, **__: object) -> Reply:
+        asked.append((path, body["model"] if isinstance(body, dict) else None))
+        if headers != key:
+            return Reply(401)
+        return Reply(200, b'{"data": [{"id": "llama"}]}')
+
+    monkeypatch.setattr("gpuroute.agent.warmup.fetch", fetched)
+    watch = Watch("http://engine", engine_of("vllm"), Desk("gpu-0"))
+    assert asyncio.run(warm_up(watch, 2, "", key)) == ""
+    assert asked == [("/v1/models", None), ("/v1/completions", "llama"), ("/v1/completions", "llama")]

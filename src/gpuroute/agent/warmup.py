@@ -31,7 +31,7 @@ async def warm_up(watch: Watch, passes: int, command: str = "", headers: Mapping
         return await _run(command, watch)
     if watch.engine.name not in SPEAKS_OPENAI:
         return ""
-    model = watch.model or await _first_model(watch.url)
+    model = watch.model or await _first_model(watch.url, headers)
     for number in range(passes):
         status = await _one_pass(watch.url, model, number, headers)
         if not 200 <= status < 300:
@@ -50,11 +50,11 @@ async def _one_pass(url: str, model: str, number: int, headers: Mapping[str, str
     return reply.status
 
 
-async def _first_model(url: str) -> str:
-    reply = await fetch(url, "/v1/models")
+async def _first_model(url: str, headers: Mapping[str, str] | None) -> str:
+    reply = await fetch(url, "/v1/models", headers=headers)
     try:
         return str(json.loads(reply.body)["data"][0]["id"])
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         return "default"
 
 
