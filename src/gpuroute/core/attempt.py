@@ -120,8 +120,11 @@ class Attempt:
         """The whole answer is here, at once: `first_token` and `finish(SUCCESS)` in one step."""
         state = self.state
         pool = state.pool
-        usual = not (pool.ranks or state.troubled or state.stalls or state.ramp_at is not None)
-        if not usual or state.limit != INF or not self.whole:
+        if (
+            (pool.ranks or state.troubled or state.stalls or not self.whole)  # somebody wants to know at once
+            or state.limit != INF
+            or state.ramp_at is not None
+        ):
             self.first_token(now)
             return self.finish(SUCCESS, now)
         try:
@@ -131,10 +134,10 @@ class Attempt:
         pool.in_flight.discard(self)
         state.silent_since = now if state.in_flight else None
         self.outcome = SUCCESS
-        self.first = self.last = self.ended = now
+        self.first = self.ended = now
         state.served += 1
         answered = pool.answered  # what else there is to learn can wait
-        answered.append(self)
+        answered.append((state, now - self.started))
         if len(answered) >= BATCH:
             pool.learn()
         return True

@@ -57,7 +57,7 @@ class Homes:
         ladder = ask.ladder
         if not self.wants_ladder or not ladder:
             return None, None
-        return ladder[min(len(ladder), HOME_DEPTHS) - 1], self._kit.placements.deepest(ladder)
+        return ladder[HOME_DEPTHS - 1 if len(ladder) > HOME_DEPTHS else -1], self._kit.placements.deepest(ladder)
 
     def _walk(self, key: int, tried: Container[EndpointState]) -> EndpointState | None:
         state, by_id = self._by_point[self._ring.place(key)], self._kit.by_id

@@ -81,7 +81,7 @@ class PoolState:
         self.ramping: set[EndpointState] = set()
         self.stalling: set[EndpointState] = set()
         self.known = History()
-        self.answered: deque[Attempt] = deque()  # whole answers from which nothing was learned yet
+        self.answered: deque[tuple[EndpointState, float]] = deque()  # seconds of whole answers, not learned from yet
         self.ranks = True  # picks compare what answers took
         self.speeds = Speeds()
         self.locality = NOWHERE
@@ -103,8 +103,8 @@ class PoolState:
         answered = self.answered
         with suppress(IndexError):  # no more, or another thread was here too
             while True:
-                attempt = answered.popleft()
-                times[attempt.state].append(attempt.last - attempt.started)
+                state, seconds = answered.popleft()
+                times[state].append(seconds)
         for state, some in times.items():
             learn_wholes(state, some)
 

@@ -121,8 +121,7 @@ class Flight:
         """
         if self.over:
             return
-        rpc = self.rpc
-        assert rpc is not None
+        rpc: Any = self.rpc
         try:
             peer = rpc.next()
             if peer is None:

@@ -51,8 +51,10 @@ class Rpc:
     """The channel of the present attempt."""
     left: float | None
     """What the attempt may take, in seconds."""
-    sending: Pairs | None
-    """Its metadata."""
+    metadata: Pairs | None = None
+    """The caller's."""
+    sending: Pairs | None = None
+    """The attempt's."""
     wait: float
     """Seconds until `next` is to be asked again, after it gave None."""
     attempt: Attempt | None = None
@@ -88,8 +90,9 @@ class Rpc:
         self.hub = hub = method.hub
         asked = CHOSEN.get()
         if metadata:
-            asked, metadata = split_metadata(metadata)
-        if asked is not NO_OPTIONS or (request and hub.reads):
+            asked, self.metadata = split_metadata(metadata)
+            self.sending = self.metadata
+        if asked is not NO_OPTIONS or (hub.reads and request):
             call = hub.call_with(asked, method.name, request, timeout)
         else:
             call = Call(hub.found, hub.clock(), None, timeout, None, hub.replay and request is not None)
@@ -97,7 +100,6 @@ class Rpc:
             peers.sweep(hub.found.snapshot.by_id, call.started, hub.version)
         self.call = call
         self.peers = peers
-        self.sending = self.metadata = metadata
         if patient:
             self.patient = True
         if method.streaming:
