@@ -197,3 +197,27 @@ def test_an_engine_behind_an_api_key_is_warmed_up_with_the_headers_of_its_record
     watch = Watch("http://engine", engine_of("vllm"), Desk("gpu-0"))
     assert asyncio.run(warm_up(watch, 2, "", key)) == ""
     assert asked == [("/v1/models", None), ("/v1/completions", "llama"), ("/v1/completions", "llama")]
+
+
+@pytest.mark.parametrize(
+    ("url", "place"),
+    [
+        ("http://[::1]:8000", "http://[::1]:8002"),
+        ("http://127.0.0.1:8000/base", "http://127.0.0.1:8002"),
+        ("https://gpu-7", "https://gpu-7:8002"),
+    ],
+)
+def test_an_engine_that_counts_on_a_port_of_its_own_is_asked_there(
+    url: str, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, str]] = []
+
+    async def fetched(where: str, path: str, **__: object) -> Reply:
+        asked.append((where, path))
+        return Reply(200, b"nv_inference_pending_request_count 4\n")
+
+    monkeypatch.setattr("gpuroute.agent.watch.fetch", fetched)
+    watch = Watch(url, engine_of("triton"), Desk("gpu-0"), model="m")
+    asyncio.run(watch.look())
+    assert asked == [(place, "/metrics")]
+    assert watch.report.waiting == 4

@@ -170,7 +170,8 @@ class Watch:
         if not self.engine.metrics_port:
             return self.url
         parts = urlsplit(self.url)
-        return urlunsplit((parts.scheme, f"{parts.hostname}:{self.engine.metrics_port}", "", "", ""))
+        host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
+        return urlunsplit((parts.scheme, f"{host}:{self.engine.metrics_port}", "", "", ""))
 
 
 def _merged(first: LoadReport, second: LoadReport) -> LoadReport:
