@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -294,5 +295,28 @@ def test_a_call_whose_promise_is_broken_is_moved_if_reroutes_are_on() -> None:
     other = call.hedge(due)
     assert other is not None
     assert other.state.id == "gpu-1"
+    attempt.finish(Outcome.CANCELLED, due)
     assert attempt.state.trust.lateness(due) > DOUBT_S
     assert wants_second_opinion(other.state, due)
+    attempt.whole = True
+    assert call.hedge_after(attempt) == math.inf, "nobody sees the first token of an answer in one piece"
+
+
+@pytest.mark.parametrize(
+    ("outcome", "after", "late"),
+    [
+        (Outcome.TIMED_OUT, 20.0, True),
+        (Outcome.CANCELLED, 20.0, True),
+        (Outcome.CANCELLED, 0.02, False),
+        (Outcome.FAILED, 0.02, False),
+    ],
+    ids=str,
+)
+def test_a_call_that_was_given_up_in_vain_is_a_broken_promise(outcome: Outcome, after: float, late: bool) -> None:
+    pool = make_asked()
+    call = Call(pool, 0.0, ask=Ask(tokens=1_000))
+    call.ask.bids = {"gpu-0": AGENT._replace(queued_tokens=0), "gpu-1": BUSY}
+    attempt = call.next_attempt(0.0)
+    assert attempt.state.id == "gpu-0"
+    call.finish(attempt, outcome, after)
+    assert (attempt.state.trust is not None and attempt.state.trust.lateness(after) > DOUBT_S) is late

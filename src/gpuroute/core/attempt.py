@@ -11,6 +11,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING
 
 from gpuroute.core.outcome import Outcome
+from gpuroute.core.trust import learn_broken
 
 if TYPE_CHECKING:
     from gpuroute.core.endpoint import Endpoint
@@ -113,6 +114,8 @@ class Attempt:
         self.ended = now
         if reason:
             self.reason = reason
+        if self.first is None and self.promised is not None and outcome is not SUCCESS:
+            learn_broken(self, now)
         state.teach(self, outcome, now)
         return True
 

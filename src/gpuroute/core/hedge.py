@@ -17,7 +17,7 @@ from gpuroute.core.history import prompt_units
 from gpuroute.core.learning import learn_silence
 from gpuroute.core.outcome import Outcome
 from gpuroute.core.speed import shrunk
-from gpuroute.core.trust import kept_within, learn_broken
+from gpuroute.core.trust import kept_within
 from gpuroute.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def due_after(call: Call, attempt: Attempt) -> float:
         high = history.ttft.high(rules.spreads) * prompt_units(attempt.tokens)
     prefill = attempt.uncached * shrunk(state.speed, state.cohort)
     # Who was picked by its bid is misjudged if that promise is broken, and by no less than all others are at present.
-    return min(rules.hedge_after(high), kept_within(attempt.promised, state.pool.speeds) + rules.reroute_after(prefill))
+    return min(rules.hedge_after(high), kept_within(attempt, state.pool.speeds) + rules.reroute_after(prefill))
 
 
 def overtaken(call: Call, attempt: Attempt) -> bool:
@@ -122,7 +122,6 @@ def second_attempt(call: Call, now: float) -> Attempt | None:
     if not hedges:
         last = call.history[-1]
         learn_silence(last.state, last.started, now)
-        learn_broken(last, now)
         pool.late += 0.02 * (1 - pool.late)
         if pool.late > SATURATED:
             signals.hedges_denied += 1

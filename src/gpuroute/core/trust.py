@@ -168,17 +168,20 @@ def learn_usual(speeds: Speeds, promised: float, seconds: float, now: float) -> 
 
 
 def learn_broken(attempt: Attempt, now: float) -> None:
-    """A call that was promised a first token is moved elsewhere without one."""
-    state = attempt.state
-    if attempt.promised is not None:
+    """A call that was promised a first token was given up, or moved elsewhere, without one: late, or too soon to say."""
+    state, waited = attempt.state, now - attempt.started
+    if attempt.promised is not None and waited > kept_within(attempt, state.pool.speeds):
         state.trust = state.trust or Trust()
-        state.trust.learn(attempt.promised, now - attempt.started, now)
+        state.trust.learn(attempt.promised, waited, now)
         alarm(state.pool.speeds, now)
 
 
-def kept_within(promised: float | None, speeds: Speeds) -> float:
-    """Seconds within which a first token keeps its promise, as promises are kept at present; 0 without one."""
-    return 0.0 if promised is None else SLACK * promised + GRACE_S + speeds.usual_late
+def kept_within(attempt: Attempt, speeds: Speeds) -> float:
+    """Seconds within which a first token keeps its promise, as promises are kept at present; 0 without a promise, and
+    infinite for an answer in one piece, whose first token nobody sees."""
+    if attempt.promised is None:
+        return 0.0
+    return math.inf if attempt.whole else SLACK * attempt.promised + GRACE_S + speeds.usual_late
 
 
 def overdue(attempts: Iterable[Attempt], now: float) -> float:
