@@ -745,3 +745,20 @@ def test_one_process_can_do_both(
         eventually(lambda: agent.state() == "ready", "the engine is ready")
         agent.terminate()
         assert agent.process.wait(40) == 0
+
+
+@pytest.mark.parametrize(
+    ("url", "host", "port"),
+    [
+        ("http://[::1]", "::1", 80),
+        ("http://[::1]:94", "::1", 94),
+        ("http://h/base", "h", 80),
+        ("https://[::1]", "::1", 443),
+    ],
+)
+def test_where_a_digest_is_read(url: str, host: str, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DigestWatch, "_run", lambda _: None)
+    watch = DigestWatch([url], lambda _: True, clock=time.monotonic, random=lambda: 0.0)
+    watch.url = url
+    connection = watch._connect()
+    assert (connection.host, connection.port) == (host, port)

@@ -131,7 +131,7 @@ class DigestWatch:
         body = _read(answer, time.monotonic() + READ_S)
         if answer.status not in {200, 304} or len(body) > MAX_BODY:
             said = body[:100].decode("latin-1").strip() if len(body) <= MAX_BODY else "too long"
-            raise Garbled(f"status {answer.status}: {said}")
+            raise Garbled(f"status {answer.status}: {said!r}")
         age = answer.getheader(AGE_HEADER, "")
         if not (age.isascii() and age.isdecimal() and len(age) < 10 and int(age) <= MAX_AGE_MS):
             raise Garbled(f"no {AGE_HEADER}, or none that can be")
@@ -148,9 +148,12 @@ class DigestWatch:
         assert parts.hostname is not None
         if parts.scheme == "https":
             context = ssl.create_default_context(cafile=self._ca)
-            self._connection = http.client.HTTPSConnection(parts.hostname, parts.port, timeout=TIMEOUT_S, context=context)
+            self._connection = http.client.HTTPSConnection(
+                parts.hostname, parts.port or 443, timeout=TIMEOUT_S, context=context
+            )
         else:
-            self._connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=TIMEOUT_S)
+            # Without a port http.client would look for one in the host, and find it in an IPv6 address.
+            self._connection = http.client.HTTPConnection(parts.hostname, parts.port or 80, timeout=TIMEOUT_S)
         return self._connection
 
     def _hang_up(self) -> None:
