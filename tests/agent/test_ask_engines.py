@@ -17,6 +17,7 @@ from gpuroute.agent.desk import Desk
 from gpuroute.core.endpoint import Endpoint
 from gpuroute.core.trust import alarm
 from gpuroute.transports import ask_engines
+from gpuroute.transports.ask_peers import SILENT_AFTER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -228,3 +229,14 @@ def test_agents_only(engines: list[Engine]) -> None:
         alarmed(router)
         asker.ask(call_of(router))
         assert engines[0].asked == 0
+
+
+def test_agents_that_are_gone_are_no_reason_to_read_pages_of_metrics(engines: list[Engine]) -> None:
+    gone = f"udp://127.0.0.1:{closed_udp_port()}"
+    for engine in engines:
+        engine.body, engine.path = b"vllm:num_requests_running 30\n", "/metrics"
+    endpoints = [engine.endpoint(f"gpu-{n}", agent=gone, engine="vllm") for n, engine in enumerate(engines)]
+    router, asker = router_of(endpoints, asks="on", ask_timeout="20ms")
+    for _ in range(2 * SILENT_AFTER):
+        asker.ask(call_of(router))
+    assert engines[0].asked == engines[1].asked == 0

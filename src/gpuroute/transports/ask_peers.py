@@ -65,6 +65,11 @@ class Peer:
         self.misses = 0
         self.muted_until = 0.0
 
+    @property
+    def is_cheap(self) -> bool:
+        """True unless an engine is asked for its metrics, which no call without a doubt is worth."""
+        return self.agent.count(" ") < 3
+
     def answered(self) -> None:
         """It lives."""
         self.misses = 0
@@ -124,7 +129,9 @@ class Peers:
                 answers = place is not None and peer.muted_until <= now
                 if place is not None and answers:
                     found[peer.identity] = state, peer, place
-                if peer.second is not None and (not answers or wants_second_opinion(state, now)):
+                if peer.second is not None and (
+                    (not answers and peer.second.is_cheap) or wants_second_opinion(state, now)
+                ):
                     seconds.append((state, peer.second))
         asked = found if len(found) <= MOST else dict(islice(found.items(), MOST))
         for state, second in seconds[:MOST]:
