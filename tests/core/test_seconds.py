@@ -139,6 +139,18 @@ def test_without_a_prefix_four_are_asked() -> None:
     assert 4 in counts
 
 
+def test_a_prompt_of_no_known_prefix_is_compared_more_widely_and_slow_gpus_are_dear_only_by_their_time() -> None:
+    world = stage(1_000, agents=False, kinds={"gpu-1": "A100"})
+    assert {why for _, _, why in picker(world).consider(ask_of(world, ladder=()))} == {"random"}
+    assert max(len(picker(world).candidates(ask_of(world, ladder=()))) for _ in range(20)) == 4
+    assert max(len(picker(world).candidates(ask_of(world))) for _ in range(20)) == 3, "a home, and two at random"
+    known, unknown = ask_of(world), ask_of(world, ladder=())
+    unknown.bids = known.bids = {}
+    fast, slow = cost(world, "gpu-0", unknown), cost(world, "gpu-1", unknown)
+    assert slow == pytest.approx(fast * 55.9 / 20.1)
+    assert cost(world, "gpu-0", known) == pytest.approx(fast * picker(world).rules.blind_alpha), "a cache may be lost"
+
+
 def test_who_answered_without_a_wait_lately_is_a_candidate_where_nobody_can_be_asked() -> None:
     world = stage(200, agents=False)
     calm, slow = world.state("gpu-7"), world.state("gpu-9")

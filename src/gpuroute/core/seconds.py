@@ -169,7 +169,8 @@ class Soonest:
             if report is None or since != report.at:  # what was seen is what a call met that was sent before these
                 wait = max(wait, whole * rate)
             wait = max(wait, age) + len(in_flight) * BLIND_NEIGHBOUR_S
-        alpha = rules.blind_alpha
+        # A prompt of no known prefix takes no cache away from others.
+        alpha = rules.blind_alpha if ask.ladder or self.ring is None or ask.key is not None else 1.0
         if ask.bids:
             wait = max(wait, blind_queue(speeds, rate))
             alpha = self._alpha(speeds)

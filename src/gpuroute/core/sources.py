@@ -85,7 +85,8 @@ class Sources:
                 found.setdefault(state, HOME)
         if self._calm and self._speeds is not None:
             self._draw_calm(found, self._speeds)
-        for _ in range(2 if asks else 1):  # four asks are enough for queues, more find prefixes
+        # Four show where a queue is short, more find prefixes. Who asks draws until there are `MOST`.
+        for _ in range(2 if asks or not (known or self._ring is None) else 1):
             for state in self._few(ask):
                 if not asks or len(found) < MOST:
                     found.setdefault(state, "random")
