@@ -190,11 +190,11 @@ class PowerOfTwo:
         if not size or tried:
             return self._pick_with_care(self._two(ask), ask, tried)
         first = floor(random() * size)
+        second = floor(random() * (size - 1)) if size > 2 else 0
         a = states[first]
         load_a = len(a.in_flight)
         if not load_a and a.limit:  # nothing is cheaper: the other one is not even looked at
             return a
-        second = floor(random() * (size - 1))
         b = states[second + (second >= first)]
         load_b = len(b.in_flight)
         if load_a < a.limit and load_b < b.limit:
