@@ -316,3 +316,10 @@ def test_a_call_too_large_for_the_engine_is_rejected_not_retried() -> None:
     sim.run()
     assert (meter.failures, meter.attempts) == (1, 1)
     assert Outcome.REJECTED.retryable is False
+
+
+def test_least_connections_are_counted_per_weight() -> None:
+    scenario = replace(SMALL, trace="synthetic:rate=40,prompt=4000", fleet="1xL40S,1xH100", copies=1)
+    found = simulate(scenario, "peer:least-conn", 1)
+    slow, fast = found.shares
+    assert fast > 1.5 * slow

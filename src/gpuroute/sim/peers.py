@@ -182,17 +182,18 @@ class PeakEwma(Peer):
 
 
 class LeastConnections(Peer):
-    """nginx least_conn: the fewest own connections per weight, ties in turn."""
+    """nginx least_conn: the fewest own connections per weight (the weights that Envoy gets), ties in turn."""
 
     def set_up(self) -> None:
         self._turn = self.random.randrange(1 << 20)
+        self._weights = [_rate(server) for server in self.sim.servers]
 
     def pick(self, flight: Flight, now: float) -> int:  # noqa: ARG002
-        live, active = self.live, self.in_flight
+        live, active, weights = self.live, self.in_flight, self._weights
         self._turn += 1
         start = self._turn % len(live)
         order = (*live[start:], *live[:start])
-        return min(order, key=active.__getitem__)
+        return min(order, key=lambda index: active[index] / weights[index])
 
 
 class LeastBusy(Peer):
