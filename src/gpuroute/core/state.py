@@ -214,9 +214,7 @@ class EndpointState:
     def admit(self, now: float, history: list[Attempt] | None, tokens: int) -> Attempt:
         """Start an attempt here, whatever the limit is."""
         attempt = Attempt(self, now, tokens)
-        if (
-            history is not None
-        ):  # its call knows it before it counts: an interrupt in between leaves no load without owner
+        if history is not None:  # its call knows it before it counts: an interrupt leaves no load without owner
             if history:
                 attempt.number = len(history) + 1
             history.append(attempt)
