@@ -91,13 +91,27 @@ def _who_twice_in_asyncio(router: gpuroute.Router, nat: Nat, replay: str) -> byt
     return asyncio.run(run())
 
 
+def _counting(dial: Any, opened: list[str]) -> Any:
+    def counted(target: str, *how: Any, **named: Any) -> Any:
+        opened.append(target)
+        return dial(target, *how, **named)
+
+    return counted
+
+
 @pytest.mark.parametrize("twice", [_who_twice, _who_twice_in_asyncio])
-def test_g4_an_idle_connection_that_was_dropped_in_silence_costs_no_call(twice: Any, nat: tuple[Nat, Server]) -> None:
+def test_g4_an_idle_connection_that_was_dropped_in_silence_costs_no_call(
+    twice: Any, nat: tuple[Nat, Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The ping finds it out, and the call goes out again on a new connection; nobody is ejected for that."""
     relay, server = nat
+    opened: list[str] = []
+    for module in (grpc, grpc.aio):
+        monkeypatch.setattr(module, "insecure_channel", _counting(module.insecure_channel, opened))
     router = router_of(relay.url, breaker_failures=3, watchdog=False)
     assert twice(router, relay, "unavailable") == b"s0"
     assert relay.swallowed, "the call was not sent into the void"
+    assert len(opened) == 2, "the repetition may have met the dead connection, which grpcio keeps until a write has ended"
     assert server.service.received >= 2
     pool = router.snapshot().pools["p"]
     (view,) = pool.endpoints

@@ -116,7 +116,7 @@ class Peers:
             if peer is None or peer.endpoint is not endpoint:
                 peer = self._open_peer(endpoint)
             peer.live.add(token)
-            # Adding before looking, where `_dismiss` marks before looking: one of the two sees the other.
+            # Adding before looking, where `dismiss` marks before looking: one of the two sees the other.
             if not peer.gone:
                 peer.used_at = now
                 return peer
@@ -137,7 +137,14 @@ class Peers:
         self.sweep_at = now + SWEEP_EVERY
         for peer in self:
             if peer.endpoint.id not in wanted or (not peer.live and now - peer.used_at > self.idle):
-                self._dismiss(peer)
+                self.dismiss(peer)
+
+    def dismiss(self, peer: Peer) -> None:
+        """Let go of a channel: the next call opens a new one, those that run end on this one."""
+        with self._lock:
+            if self._by_id.get(peer.endpoint.id) is peer:
+                del self._by_id[peer.endpoint.id]
+        self._end(peer)
 
     def close(self) -> list[Peer]:
         """Forget all peers and hand them to the caller, who ends them."""
@@ -177,12 +184,6 @@ class Peers:
         if self.reports is not None:
             self.reports.follow(endpoint)
         return peer
-
-    def _dismiss(self, peer: Peer) -> None:
-        with self._lock:
-            if self._by_id.get(peer.endpoint.id) is peer:
-                del self._by_id[peer.endpoint.id]
-        self._end(peer)
 
     def _end(self, peer: Peer) -> None:
         peer.gone = True

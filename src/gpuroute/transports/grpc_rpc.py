@@ -248,6 +248,8 @@ class Rpc:
             attempt.sent(now)
         if verdict.misfit:
             attempt.misfit = True
+        if verdict.dead:
+            self.peers.dismiss(self.peer)
         spared = verdict.outcome is Outcome.OVERLOADED or self.guarded
         if verdict.stop or (code not in self.hub.repeated and not spared):
             call.replayable = False

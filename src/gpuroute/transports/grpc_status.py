@@ -78,7 +78,7 @@ class Verdict(NamedTuple):
     """One ended attempt. `unsent`: no application saw it. `answered`: a server replied, so it lives.
 
     `retry_after`: seconds the server asked for; `stop`: it asked not to be tried again. `misfit`: its TLS record
-    was at fault.
+    was at fault. `dead`: nothing comes through its connection, which grpcio may go on using until a write has ended.
     """
 
     outcome: Outcome
@@ -87,6 +87,7 @@ class Verdict(NamedTuple):
     retry_after: float | None = None
     stop: bool = False
     misfit: bool = False
+    dead: bool = False
 
 
 def judge(code: StatusCode, details: str | None, trailing: Metadata) -> Verdict:
@@ -106,7 +107,7 @@ def judge(code: StatusCode, details: str | None, trailing: Metadata) -> Verdict:
         outcome = Outcome.OVERLOADED
     silent = code is StatusCode.CANCELLED or outcome is Outcome.TIMED_OUT
     answered = not silent and not any(part in text for part in _TRANSPORT)
-    return Verdict(outcome, answered=answered, retry_after=pushback, stop=stop)
+    return Verdict(outcome, answered=answered, retry_after=pushback, stop=stop, dead="ping timeout" in text)
 
 
 def brief(code: StatusCode, details: str | None) -> str:
