@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 from dataclasses import replace
+from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
@@ -240,3 +241,18 @@ def test_agents_that_are_gone_are_no_reason_to_read_pages_of_metrics(engines: li
     for _ in range(2 * SILENT_AFTER):
         asker.ask(call_of(router))
     assert engines[0].asked == engines[1].asked == 0
+
+
+@pytest.mark.parametrize(
+    ("url", "host", "port"), [("http://[::1]", "::1", 80), ("http://[::1]:94", "::1", 94), ("http://h/base", "h", 80)]
+)
+def test_where_an_engine_is_asked(url: str, host: str, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def refuse(connection: HTTPConnection) -> None:
+        asked.append((connection.host, connection.port))
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(HTTPConnection, "connect", refuse)
+    assert ask_engines._look(f"gpu-0 sglang {url}", {}) is None
+    assert set(asked) == {(host, port)}

@@ -120,7 +120,8 @@ def _look(target: str, connections: dict[str, http.client.HTTPConnection]) -> Lo
     engine, parts = engine_of(name), urlsplit(url)
     for _ in range(2):
         kept = connections.pop(url, None)
-        connection = kept or http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=TIMEOUT_S)
+        # Without a port http.client would look for one in the host, and find it in an IPv6 address.
+        connection = kept or http.client.HTTPConnection(parts.hostname or "", parts.port or 80, timeout=TIMEOUT_S)
         try:
             connection.request("GET", parts.path.rstrip("/") + (metrics[0] if metrics else engine.load))
             answer = connection.getresponse()
