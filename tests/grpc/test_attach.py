@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import pytest
-from world import Server, method, refused_url, router_of, servers
+from world import Server, method, refused_url, router_of
 
 import gpuroute
 import gpuroute.triton
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 pytestmark = pytest.mark.real_time
 
@@ -35,12 +32,6 @@ class TritonLike:
 
     def close(self) -> Any:
         return self._channel.close()
-
-
-@pytest.fixture
-def server() -> Iterator[Server]:
-    with servers(1) as (server,):
-        yield server
 
 
 def nowhere() -> str:

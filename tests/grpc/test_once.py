@@ -25,7 +25,7 @@ from gpuroute.transports.grpc_flight import Flight
 from gpuroute.transports.grpc_peers import Peers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 BREAKS = b"1 UNAVAILABLE"
 """One message, and at once the end."""
@@ -263,21 +263,27 @@ def closed(*_: Any) -> Any:
     raise ValueError("Cannot invoke RPC on closed channel!")
 
 
-def test_a_hedge_that_cannot_begin_leaves_nothing_behind(three: list[Server]) -> None:
+def hedged_in_vain(three: list[Server], spoil: Callable[[Any], None]) -> gpuroute.Router:
+    """A call whose hedge is spoilt before it begins: it leaves nothing behind, and the call is answered."""
     router = racing(three)
     for server in three:
         server.service.hang = True
     with gpuroute.grpc.channel(router, "p") as channel:
         call = channel.unary_unary(method("Who")).future(b"", timeout=60)
         flight = call._flight
-        flight._start = closed
+        spoil(flight)
         flight._hedge(flight.inner)
         assert (flight.twin, in_flight(router)) == (None, 1)
         for server in three:
             server.service.release.set()
         assert call.result() in {b"s0", b"s1", b"s2"}
-    assert router.snapshot().pools["p"].signals["hedges"] == 1
     assert drained(router)
+    return router
+
+
+def test_a_hedge_that_cannot_begin_leaves_nothing_behind(three: list[Server]) -> None:
+    router = hedged_in_vain(three, lambda flight: setattr(flight, "_start", closed))
+    assert router.snapshot().pools["p"].signals["hedges"] == 1
 
 
 NO_CHANNEL = [ConfigError("a record that cannot be dialled"), ClosedUnder()]
@@ -290,19 +296,7 @@ def test_a_hedge_that_gets_no_channel_is_none(
     def hold(*_: Any) -> Any:
         raise error
 
-    router = racing(three)
-    for server in three:
-        server.service.hang = True
-    with gpuroute.grpc.channel(router, "p") as channel:
-        call = channel.unary_unary(method("Who")).future(b"", timeout=60)
-        flight = call._flight
-        monkeypatch.setattr(Peers, "hold", hold)
-        flight._hedge(flight.inner)
-        assert (flight.twin, in_flight(router)) == (None, 1)
-        for server in three:
-            server.service.release.set()
-        assert call.result() in {b"s0", b"s1", b"s2"}
-    assert drained(router)
+    hedged_in_vain(three, lambda _: monkeypatch.setattr(Peers, "hold", hold))
 
 
 def test_nor_does_one_in_asyncio(three: list[Server], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,16 +15,9 @@ from gpuroute.registry.etcd_client import _open
 from gpuroute.registry.etcd_config import EtcdConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 pytestmark = pytest.mark.real_time
-
-
-@pytest.fixture
-def server() -> Iterator[Server]:
-    server = Server("s0")
-    yield server
-    server.stop()
 
 
 class Instrumented:

@@ -16,16 +16,9 @@ import gpuroute.grpc
 import gpuroute.grpc.aio
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 pytestmark = pytest.mark.real_time
-
-
-@pytest.fixture
-def server() -> Iterator[Server]:
-    server = Server("s0")
-    yield server
-    server.stop()
 
 
 def compared(server: Server, behaviour: Callable[..., Any]) -> Any:

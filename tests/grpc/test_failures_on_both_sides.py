@@ -17,19 +17,12 @@ from gpuroute.core.outcome import Outcome
 from gpuroute.transports.grpc_status import judge
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 pytestmark = pytest.mark.real_time
 
 CODE = grpc.StatusCode
 ANY_PORT = re.compile(r":\d+|\d+\.\d+ s")
-
-
-@pytest.fixture
-def server() -> Iterator[Server]:
-    server = Server("s0")
-    yield server
-    server.stop()
 
 
 def told(error: BaseException) -> dict[str, Any]:
