@@ -153,6 +153,26 @@ def test_an_agent_that_says_the_same_for_seconds_while_calls_run_is_not_believed
     assert other.report.at == 7.0
 
 
+@pytest.mark.parametrize(
+    ("running", "seconds", "age", "believed"),
+    [
+        (30, 1.9, 0.0, True),  # agents look twice a second, and a look may be late
+        (30, 2.5, 0.0, False),
+        (30, 2.5, 1.0, True),  # that look was 1.5 s after the other
+        (2, 4.5, 0.0, True),  # two slow calls need not fill a block of the cache for that long
+        (2, 5.5, 0.0, False),
+    ],
+)
+def test_the_more_calls_run_the_sooner_an_agent_is_frozen_that_says_the_same(
+    running: int, seconds: float, age: float, believed: bool
+) -> None:
+    state = make_pool().snapshot.by_id["gpu-0"]
+    said = IDLE._replace(running=running, kv_usage=0.6123)
+    learn_bid(state, said, 0.0)
+    learn_bid(state, said._replace(at=seconds, age=age), 0.0)
+    assert (state.trust is None) is believed
+
+
 def test_a_bid_that_is_not_believed_says_nothing_of_the_cache() -> None:
     pool = make_pool()
     state = pool.snapshot.by_id["gpu-0"]

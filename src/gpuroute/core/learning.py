@@ -12,6 +12,8 @@ from gpuroute.core.trust import Trust, alarm, learn_blind, learn_usual
 CALM_S = 0.1  # a wait below that is none
 UNHEARD_S = 5.0  # of who was silent for that long nothing is known
 FROZEN_S = 5.0  # an engine that works does not say the same, to a part in 65,535 of its KV cache, for that long
+FROZEN_SOON_S = 2.0  # nor for that long, if
+STIRRING_S = 45.0  # its requests ran for so long together: each fills a block of KV cache in 0.2 to 6 s
 LATENCY_FADE_S = 10.0  # what was slow or failed, and has had no call since, is tried again within some tens of seconds
 SHORTEST_S = 1e-6
 WORST = log(60.0)  # a failure counts as slower each time, up to this
@@ -98,7 +100,7 @@ def learn_bid(state: EndpointState, bid: Report, mean_tokens: float) -> None:
     speeds.backlog += 0.02 * ((queued if queued >= 0 else waiting * mean_tokens) - speeds.backlog)
     speeds.mean_requests += 0.02 * (running + waiting - speeds.mean_requests)
     if last is not None and running and bid[1:5] == last[1:5] and not bid.is_old and _is_fine(kv_usage):
-        if at - last.at > FROZEN_S:
+        if _is_frozen(running, at - bid.age - (last.at - last.age)):
             state.trust = state.trust or Trust()
             state.trust.doubt(at)
             alarm(speeds, at)
@@ -107,6 +109,11 @@ def learn_bid(state: EndpointState, bid: Report, mean_tokens: float) -> None:
         state.report = bid
         if not state.endpoint.agent:  # bids come by the hundred: they would leave no room for those that give none
             speeds.note(state, calm=not waiting)
+
+
+def _is_frozen(running: int, seconds: float) -> bool:
+    """True if so many requests cannot have run for that long without changing what the engine counts."""
+    return seconds > FROZEN_S or (seconds > FROZEN_SOON_S and running * seconds > STIRRING_S)
 
 
 def _is_fine(share: float) -> bool:
