@@ -43,7 +43,9 @@ def test_bench_live(capfd: pytest.CaptureFixture[str]) -> None:
     assert (
         main(["bench", "live", "--json", *size, "--policies", "p2c,auto+asks,auto+asks+liars+loss,auto+asks+closed"]) == 0
     )
-    rows = json.loads(capfd.readouterr().out)
+    out, progress = capfd.readouterr()
+    assert "turn 4 of 4: auto+asks+closed: mean TTFT" in progress
+    rows = json.loads(out)
     assert [(row["policy"], row["asks"], row["trouble"]) for row in rows] == [
         ("p2c", False, ""),
         ("auto", True, ""),
