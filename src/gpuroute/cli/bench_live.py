@@ -180,8 +180,8 @@ def measure(scene: Scene, names: Sequence[str], rounds: int) -> list[dict[str, A
                     found[name][-1] += calls
                     asked[name].update(counts)
             loads[name].append(os.getloadavg()[0] / (os.cpu_count() or 1))
-            turns = f"turn {number + 1} of {rounds * len(names)}"
-            print(f"{turns}: {name}: mean TTFT {_mean(found[name][-1], scene):.3f} s", file=sys.stderr, flush=True)
+            turn_of = f"turn {number + 1} of {rounds * len(names)}"
+            print(f"{turn_of}: {name}: mean TTFT {_mean(found[name][-1], scene):.3f} s", file=sys.stderr, flush=True)
     rows = []
     for name, turns in found.items():
         row = _row(name, [call for calls in turns for call in calls], asked[name], scene)
