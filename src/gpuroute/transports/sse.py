@@ -12,7 +12,9 @@ from collections import deque
 from typing import Any
 
 TAIL = 64 * 1024
-"""Bytes at the end of a stream that are kept, for its last event and for `partial_text`."""
+"""Bytes at the end of a stream that are kept, for `partial_text` and for its last event; of a longer one, all of it."""
+LONGEST = 16 * 1024 * 1024
+"""Bytes up to which that holds: what has no end is no event."""
 
 _ENDS = frozenset({"message_stop", "response.completed", "response.incomplete", "response.failed"})
 # What ends a stream by these APIs. Others end by closing, so nothing can be missed.
@@ -31,7 +33,7 @@ class StreamFailed(Exception):
 class Watch:
     """Counts what a response delivers. For any body; events are looked at only if it is an event stream."""
 
-    __slots__ = ("_is_events", "_kept", "_marked", "_pending", "_tail", "bytes", "events")
+    __slots__ = ("_is_events", "_kept", "_marked", "_pending", "_tail", "_under_way", "bytes", "events")
 
     def __init__(self, path: bytes, content_type: bytes) -> None:
         self.bytes = 0
@@ -41,6 +43,7 @@ class Watch:
         self._tail: deque[bytes] = deque()
         self._kept = 0
         self._pending = b""
+        self._under_way = 0  # bytes of the event under way, all of which are kept: the last one may be long
 
     def add(self, chunk: bytes) -> None:
         """Note a chunk before it is delivered. Raises StreamFailed if it tells that the generation failed."""
@@ -51,8 +54,9 @@ class Watch:
                 self._keep(failure.before)
                 self.bytes += len(failure.before)
                 raise failure
-            self._count(data)
+            self._under_way += len(chunk)
             self._keep(chunk)
+            self._count(data)
         self.bytes += len(chunk)
 
     @property
@@ -78,15 +82,18 @@ class Watch:
         if data.endswith(b"\n\n"):  # as engines write: whole events
             self.events += data.count(b"\n\n")
             self._pending = b""
+            self._under_way = 0
             return
         end = _after_last_event(data, len(data))
         self.events += data.count(b"\n\n", 0, end) + data.count(b"\r\n\r\n", 0, end)
+        if end:
+            self._under_way = len(data) - end
         self._pending = data[end:][-TAIL:]
 
     def _keep(self, chunk: bytes) -> None:
         self._tail.append(chunk)
         self._kept += len(chunk)
-        while self._kept > TAIL and len(self._tail) > 1:
+        while self._kept - len(self._tail[0]) >= max(TAIL, min(self._under_way, LONGEST)):
             self._kept -= len(self._tail.popleft())
 
     def _events(self) -> list[bytes]:
