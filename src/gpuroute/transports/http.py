@@ -186,7 +186,7 @@ class Driver(Primitives):
         """Send a request of the client library to the best endpoint, and again elsewhere when that is right."""
         route = self._begin(request)
         if route is None:
-            return self._plain().handle_request(self._leaving(request))
+            return self._left(self._plain().handle_request(self._leaving(request)))
         if not self.router.is_ready and not self._disabled:
             if self._left_out(route):
                 return self.drive(route)
@@ -194,7 +194,7 @@ class Driver(Primitives):
         if route.name == ANY_POOL and not self._disabled:
             self._prompt(route)
         if not self._find_pool(route):
-            return self._plain().handle_request(request)
+            return self._plain().handle_request(self._passing(request))
         if self._needs_prompt(route):
             self._prompt(route)
         self._open(route)
@@ -305,7 +305,7 @@ class AsyncDriver(AsyncPrimitives):
         """Send a request of the client library to the best endpoint, and again elsewhere when that is right."""
         route = self._begin(request)
         if route is None:
-            return await self._plain().handle_async_request(self._leaving(request))
+            return self._left(await self._plain().handle_async_request(self._leaving(request)))
         if not self.router.is_ready and not self._disabled:
             if self._left_out(route):
                 return await self.drive(route)
@@ -313,7 +313,7 @@ class AsyncDriver(AsyncPrimitives):
         if route.name == ANY_POOL and not self._disabled:
             await self._prompt(route)
         if not self._find_pool(route):
-            return await self._plain().handle_async_request(request)
+            return await self._plain().handle_async_request(self._passing(request))
         if self._needs_prompt(route):
             await self._prompt(route)
         self._open(route)

@@ -106,7 +106,7 @@ class Link:
     """All that is fixed for requests to one endpoint, and its idle connections, the warmest last."""
 
     __slots__ = (
-        "address", "departed", "endpoint", "gate", "headers", "idle", "netloc", "origin", "overridden", "pool",
+        "address", "departed", "endpoint", "gate", "headers", "idle", "names", "origin", "overridden", "pool",
         "prefix", "state", "version",
     )  # fmt: skip
 
@@ -124,12 +124,12 @@ class Link:
         self.departed = False
         port = url.port or (443 if url.scheme == "https" else 80)
         self.origin = library.core.Origin(url.raw_scheme, url.raw_host, port)
-        self.netloc: bytes = url.netloc
+        self.names = {url.netloc, _netloc(library, url.scheme, endpoint.authority)}
         self.prefix: bytes = url.raw_path.partition(b"?")[0].rstrip(b"/")
         last = self.prefix.rpartition(b"/")[2]
         self.version: bytes = b"/" + last if _VERSION.fullmatch(last) else b""
         injected = [(name.encode(), value.encode()) for name, value in endpoint.headers.items()]
-        self.headers: list[Header] = [(b"Host", endpoint.authority.encode() or self.netloc), *injected]
+        self.headers: list[Header] = [(b"Host", endpoint.authority.encode() or url.netloc), *injected]
         self.overridden = frozenset(name.lower() for name, _ in injected)
 
     def target(self, path: bytes) -> bytes:
@@ -145,8 +145,8 @@ class Link:
         return self.prefix + path
 
     def is_self(self, url: Any) -> bool:
-        """True if an absolute URL (of the client library) names this very endpoint."""
-        return bool(url.raw_scheme == self.origin.scheme and url.netloc == self.netloc)
+        """True if an absolute URL (of the client library) names this very endpoint, by its own URL or its authority."""
+        return bool(url.raw_scheme == self.origin.scheme and url.netloc in self.names)
 
 
 class Connection:
@@ -305,6 +305,15 @@ class Pools:
             connection = link.idle.pop()
             self._idle.pop(connection, None)
             connection.wire.close()
+
+
+def _netloc(library: Library, scheme: str, authority: str) -> bytes:
+    """An authority as the netloc of URLs that name it."""
+    try:
+        netloc: bytes = library.client.URL(f"{scheme}://{authority}").netloc
+    except library.client.InvalidURL:
+        return authority.encode()
+    return netloc
 
 
 def _host(authority: str) -> str:

@@ -18,14 +18,14 @@ from gpuroute.errors import DeadlineExceeded, NoEndpointAvailable, RegistryUnava
 from gpuroute.observe import observer, watch
 from gpuroute.router import check_router
 from gpuroute.transports.asking import asker_of
-from gpuroute.transports.bodies import Outgoing, model_of
+from gpuroute.transports.bodies import PREFIX, Outgoing, model_of
 from gpuroute.transports.continuation import seam_of
 from gpuroute.transports.pools import Limits, Pools, Trust, UnusableFiles
 from gpuroute.transports.trips import LEAVE, STAY, Settled, Trip
 
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from gpuroute.core.attempt import Attempt
     from gpuroute.core.call import Call
@@ -304,19 +304,29 @@ class Routes:
 
     def _leaving(self, request: Any) -> Any:
         """A copy of a redirected request that carries no credential to the foreign host."""
-        client = self.library.client
-        kept = [
-            (k, v)
-            for k, v in request.headers.raw
-            if k.lower() not in _CREDENTIALS and not k.lower().startswith(b"x-gpuroute-")
-        ]
-        return client.Request(
+        return self._copied(request, lambda name: name not in _CREDENTIALS and not name.startswith(PREFIX))
+
+    def _passing(self, request: Any) -> Any:
+        """The request as it goes to a host that is no pool: what it asked of the router is not for others."""
+        if not any(name.lower().startswith(PREFIX) for name, _ in request.headers.raw):
+            return request
+        return self._copied(request, lambda name: not name.startswith(PREFIX))
+
+    def _copied(self, request: Any, keeps: Callable[[bytes], bool]) -> Any:
+        return self.library.client.Request(
             request.method,
             request.url.copy_with(fragment=None),
-            headers=kept,
+            headers=[header for header in request.headers.raw if keeps(header[0].lower())],
             stream=request.stream,
             extensions=request.extensions,
         )
+
+    def _left(self, response: Any) -> Any:
+        """The answer of a foreign host: what it redirects to is outside too, whatever fragment it has."""
+        url, mark, _ = response.headers.get("location", "").partition("#")
+        if mark:
+            response.headers["location"] = f"{url}#{LEAVE}"
+        return response
 
     def _outside(self, pools: Pools, make: Any) -> Any:
         """The transport for hosts that are no pools."""

@@ -167,14 +167,16 @@ class Trip:
             headers = [header for header in headers if header[0].lower() not in replaced]
         extra = [(name.encode(), value.encode()) for name, value in self._extra.items()]
         origin = link.origin
-        target = out.path if self.route.pin else link.target(out.path)
         return core.Request(
             out.method,
-            core.URL(scheme=origin.scheme, host=origin.host, port=origin.port, target=target),
+            core.URL(scheme=origin.scheme, host=origin.host, port=origin.port, target=self._target()),
             headers=[*link.headers, *headers, *extra],
             content=Sending(out.body, self.attempt, self.settled.clock),
             extensions=out.extensions,
         )
+
+    def _target(self) -> bytes:
+        return self.out.path if self.route.pin else self.link.target(self.out.path)
 
     def connected(self, seconds: float) -> None:
         """A new connection took so long: the handshake of TCP is one round trip, that of TLS 1.3 another."""
@@ -437,9 +439,11 @@ class Trip:
         whether the new URL is this endpoint's own or leaves the router."""
         if header[0].lower() != b"location":
             return header
-        client, link = self.settled.library.client, self.link
+        client, link, origin = self.settled.library.client, self.link, self.link.origin
+        target = self._target()
+        path = target if target.startswith(b"/") else b"/"
         try:
-            here = client.URL(scheme=link.origin.scheme.decode(), host=link.origin.host.decode(), port=link.origin.port)
+            here = client.URL(scheme=origin.scheme.decode(), host=origin.host.decode(), port=origin.port, raw_path=path)
             url = here.join(header[1].decode("utf-8", "replace"))
         except Exception:  # a malformed Location is the caller's library's to complain about
             return header
