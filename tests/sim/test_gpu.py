@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpuroute.sim.batcher import Batcher, BatcherSpec
-from gpuroute.sim.gpu import Gpu, GpuSpec, Job, gpu_kinds, gpu_spec
+from gpuroute.sim.gpu import Gpu
+from gpuroute.sim.job import Job
+from gpuroute.sim.spec import GpuSpec, gpu_kinds, gpu_spec
 
 SMALL = GpuSpec("small", h=0.002, c0=0.001, w=0.004, a=2e-5, k=4e-8, q=7e-10, s=6e-6, kv_tokens=4096)
 

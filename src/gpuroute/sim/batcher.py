@@ -13,7 +13,7 @@ from collections import deque
 from dataclasses import dataclass
 from math import inf
 
-from .gpu import _DONE, Event, Job
+from .job import DONE, Event, Job
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +145,6 @@ class Batcher:
         self.next_at = min(ends, max(now, self._due()))
 
     def _finish(self, job: Job, now: float) -> None:
-        job.phase = _DONE
+        job.phase = DONE
         job.before = 1
         job.done_at = now

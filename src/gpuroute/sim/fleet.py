@@ -17,7 +17,8 @@ from gpuroute.core.endpoint import Endpoint
 from gpuroute.core.endpoint import Gpu as GpuLabel
 
 from .batcher import Batcher, BatcherSpec
-from .gpu import Gpu, GpuSpec, gpu_spec
+from .gpu import Gpu
+from .spec import GpuSpec, gpu_spec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

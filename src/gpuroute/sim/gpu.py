@@ -19,145 +19,16 @@ streams tokens).
 
 from __future__ import annotations
 
-import json
 from collections import deque
-from dataclasses import dataclass
-from functools import cache, lru_cache
 from heapq import heappop, heappush
-from importlib import resources
 from math import ceil, inf, sqrt
-from typing import Any, Final, Literal
+from typing import Final
 
+from .job import DECODE, DONE, PREFILL, WAITING, Event, Job
 from .kv import KvPool
+from .spec import GpuSpec, table_of
 
-Event = Literal["token", "first", "done"]
-MODEL_8B: Final = "llama31_8b_tp1_bf16"
 BLOCK_TOKENS: Final = 512
-_ALIASES: Final = {
-    "H100": "H100-SXM",
-    "H200": "H200-SXM",
-    "A100": "A100-80G-SXM",
-    "V100": "V100-32G",
-    "L4": "L4-24G",
-}
-_WAITING, _PREFILL, _DECODE, _DONE = range(4)
-
-
-@dataclass(frozen=True, slots=True)
-class GpuSpec:
-    """Constants of the step model, in seconds (the JSON has milliseconds)."""
-
-    kind: str
-    h: float
-    c0: float
-    w: float
-    a: float
-    k: float
-    q: float
-    s: float
-    kv_tokens: int
-
-    @property
-    def prefill_rate(self) -> float:
-        """Prompt tokens per second of a busy engine, attention aside."""
-        return 1.0 / self.a
-
-    def seconds(self, tokens: int, kv: float = 0, pairs: float = 0, seqs: int = 1) -> float:
-        """Length of one step."""
-        return _fixed(self, tokens) + self.k * kv + self.q * pairs + self.s * seqs
-
-
-def _fixed(spec: GpuSpec, tokens: int) -> float:
-    return spec.h + spec.c0 + float((spec.w**6 + (spec.a * tokens) ** 6) ** (1 / 6))
-
-
-@lru_cache(maxsize=256)
-def _table(spec: GpuSpec, tokens: int) -> tuple[float, ...]:
-    return tuple(_fixed(spec, n) for n in range(tokens + 1))
-
-
-@cache
-def _constants() -> dict[str, Any]:
-    text = resources.files(__package__).joinpath("data/step_model_constants.json").read_text("utf-8")
-    loaded: dict[str, Any] = json.loads(text)
-    return loaded
-
-
-def gpu_kinds(model: str = MODEL_8B) -> tuple[str, ...]:
-    """Kinds that `gpu_spec` knows, short names first."""
-    return (*(_ALIASES if model == MODEL_8B else ()), *_constants()[model])
-
-
-def gpu_spec(kind: str, model: str = MODEL_8B) -> GpuSpec:
-    """Constants for a GPU kind such as `H100` or `L40S`. Raises ValueError with the known kinds."""
-    table = _constants().get(model, {})
-    row = table.get(_ALIASES.get(kind.upper(), kind)) or table.get(kind.upper())
-    if row is None:
-        raise ValueError(f"unknown GPU {kind!r} for {model}: known are {', '.join(gpu_kinds())}")
-    seconds = {name: row[name] / 1e3 for name in ("h", "c0", "w", "a", "k", "q", "s")}
-    return GpuSpec(kind=kind, kv_tokens=int(row["kv_tokens"]), **seconds)
-
-
-class Job:
-    """One prompt and its answer, as the engine sees it. `blocks`: hashes of its full prefix blocks, in
-    order.
-    """
-
-    __slots__ = (
-        "before",
-        "blocks",
-        "cached_tokens",
-        "done_at",
-        "entered",
-        "first_token_at",
-        "gpu",
-        "held",
-        "last",
-        "left",
-        "output_tokens",
-        "phase",
-        "pinned",
-        "preempted",
-        "prompt_tokens",
-        "submitted_at",
-        "tag",
-    )
-
-    def __init__(
-        self, prompt_tokens: int, output_tokens: int, blocks: tuple[int, ...] = (), *, tag: object = None
-    ) -> None:
-        self.prompt_tokens = max(1, prompt_tokens)
-        self.output_tokens = max(1, output_tokens)
-        self.blocks = blocks
-        self.tag = tag
-        self.cached_tokens = 0
-        self.preempted = 0
-        self.submitted_at = self.first_token_at = self.done_at = inf
-        self.gpu: Gpu | None = None
-        self.phase = _WAITING
-        self.left = 0  # prompt tokens still to compute (waiting: an estimate)
-        self.held = 0  # KV tokens of its own, shared blocks aside, as of `entered`
-        self.pinned = 0  # leading blocks held in the pool
-        self.entered = 0  # decode step at which it began to decode
-        self.last = -1  # decode step at which it ends
-        self.before = 0  # tokens before `entered`
-
-    @property
-    def done(self) -> bool:
-        """Ended, by its last token or by a cancel."""
-        return self.phase == _DONE
-
-    @property
-    def generated(self) -> int:
-        """Tokens out so far, up to the last applied step."""
-        if self.phase != _DECODE or self.gpu is None:
-            return self.before
-        return self.before + self.gpu.decode_steps - self.entered
-
-    @property
-    def context(self) -> int:
-        """Prompt and generated tokens."""
-        return self.prompt_tokens + self.generated
 
 
 class Gpu:
@@ -219,7 +90,7 @@ class Gpu:
         self.queued_tokens = 0
         self.preemptions = 0
         self.busy = 0.0  # seconds of finished steps: utilisation
-        self._fixed = _table(spec, max_num_batched_tokens)
+        self._fixed = table_of(spec, max_num_batched_tokens)
         self._waiting: deque[Job] = deque()
         self._prefilling: list[Job] = []
         self._order: dict[Job, None] = {}  # running jobs, oldest admission first
@@ -291,9 +162,9 @@ class Gpu:
 
     def cancel(self, job: Job, now: float) -> None:
         """End a job early; a running one leaves at the end of the step under way. Idempotent."""
-        if job.gpu is not self or job.phase == _DONE:
+        if job.gpu is not self or job.phase == DONE:
             return
-        if job.phase == _WAITING:
+        if job.phase == WAITING:
             self._waiting.remove(job)
             self.queued_tokens -= job.left
             self._end(job, now)
@@ -345,10 +216,10 @@ class Gpu:
         """End the step: every job that got a token, `first`, `token` or (with the last one) `done`."""
         if not self._steps:
             return []
-        decoding = [job for job in self._order if job.phase == _DECODE]
+        decoding = [job for job in self._order if job.phase == DECODE]
         events: list[tuple[Job, Event]] = []
         self._apply(now, events)
-        return events + [(job, "token") for job in decoding if job.phase == _DECODE]
+        return events + [(job, "token") for job in decoding if job.phase == DECODE]
 
     def _cut(self, now: float) -> None:
         """Shorten the run to the step under way at `now`."""
@@ -433,7 +304,7 @@ class Gpu:
         kv.reserve(own)
         left = max(1, own)
         self.queued_tokens += left - job.left
-        job.left, job.held, job.pinned, job.phase = left, own, len(hits), _PREFILL
+        job.left, job.held, job.pinned, job.phase = left, own, len(hits), PREFILL
         if not job.preempted:
             job.cached_tokens = context - left
         self._waiting.popleft()
@@ -473,7 +344,7 @@ class Gpu:
         self.kv.commit(fresh)
         job.pinned = len(job.blocks)
         job.held -= len(fresh) * self.kv.block
-        job.phase = _DECODE
+        job.phase = DECODE
         job.entered = self.decode_steps
         self._kv_tokens += job.context
         job.before += 1
@@ -496,7 +367,7 @@ class Gpu:
         """Take a running job out of the batch and give its memory back."""
         del self._order[job]
         grown = 0
-        if job.phase == _DECODE:
+        if job.phase == DECODE:
             grown = self.decode_steps - job.entered
             job.before += grown
             self.decoding -= 1
@@ -505,20 +376,20 @@ class Gpu:
             self._prefilling.remove(job)
             self.queued_tokens -= job.left
         job.last = -1
-        job.phase = _WAITING
+        job.phase = WAITING
         self.kv.release(job.blocks[: job.pinned], job.held + grown)
 
     def _end(self, job: Job, now: float) -> None:
-        job.phase = _DONE
+        job.phase = DONE
         job.last = -1
         job.done_at = now
 
     def _sweep(self, now: float) -> None:
         for job in self._dropped:
-            if job.phase in (_PREFILL, _DECODE):
+            if job.phase in (PREFILL, DECODE):
                 self._leave(job)
                 self._end(job, now)
-            elif job.phase == _WAITING:  # put back by a preemption since
+            elif job.phase == WAITING:  # put back by a preemption since
                 self._waiting.remove(job)
                 self.queued_tokens -= job.left
                 self._end(job, now)

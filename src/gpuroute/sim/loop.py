@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from gpuroute.core.outcome import Outcome
 
-from .gpu import Job
+from .job import Job
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

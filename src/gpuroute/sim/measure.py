@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from .fleet import Server
-    from .gpu import Job
+    from .job import Job
     from .loop import Flight
 
 

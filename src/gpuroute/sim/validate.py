@@ -15,8 +15,10 @@ from importlib import resources
 from math import inf
 from typing import Final
 
-from .gpu import Gpu, GpuSpec, Job, gpu_spec
+from .gpu import Gpu
+from .job import Job
 from .measure import mean_of, quantile
+from .spec import GpuSpec, gpu_spec
 
 # Llama-3.1-8B on an RTX 4090 by its data sheet: 1,008 GB/s (90 % of it reached), 165 Tflop/s dense BF16; KV as reported.
 _BANDWIDTH, _FLOPS, _KV_4090 = 0.9 * 1.008e12, 165.2e12, 41_408

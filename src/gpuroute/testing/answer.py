@@ -11,7 +11,7 @@ from .formats import Usage, embeddings
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from gpuroute.sim.gpu import Job
+    from gpuroute.sim.job import Job
 
     from .asks import Ask
     from .counters import Arrival

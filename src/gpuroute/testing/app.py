@@ -9,7 +9,9 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from gpuroute.sim.gpu import Gpu, Job, gpu_spec
+from gpuroute.sim.gpu import Gpu
+from gpuroute.sim.job import Job
+from gpuroute.sim.spec import gpu_spec
 
 from . import text
 from .answer import Answer, EmbeddingsAnswer, StreamedAnswer, WholeAnswer

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from gpuroute.sim.gpu import Gpu, Job
+    from gpuroute.sim.gpu import Gpu
+    from gpuroute.sim.job import Job
 
 _STEPS_PER_TURN = 64
 

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from gpuroute.errors import ConfigError
-from gpuroute.sim.gpu import gpu_spec
+from gpuroute.sim.spec import gpu_spec
 
 _NUMBERS = ("time_scale", "keepalive_s", "startup_s")
 _COUNTS = {
