@@ -76,15 +76,16 @@ class Outgoing:
 
 
 class Body:
-    """The request's body over all attempts."""
+    """The request's body over all attempts. `shared`: two of them may send it at once; a file has one position only."""
 
-    __slots__ = ("content", "replayable", "rewind", "source", "started")
+    __slots__ = ("content", "replayable", "rewind", "shared", "source", "started")
 
     def __init__(self, source: Any, content: bytes | None, library: Any) -> None:
         self.source = source
         self.content = content
         self.rewind = _nothing if content is not None else rewinder(source, library)
         self.replayable = self.rewind is not None
+        self.shared = content is not None or (self.rewind is _nothing and all(map(_in_memory, _files(source))))
         self.started = False
 
 
@@ -230,10 +231,8 @@ def rewinder(stream: Any, library: Any) -> Callable[[], None] | None:
     Both libraries wrap a file, an iterator or an iterable into a stream of theirs and keep it as `_stream`; their
     multipart streams rewind files by themselves, if these can seek.
     """
-    fields = getattr(stream, "fields", None)
-    if isinstance(fields, list):
-        files = [field.file for field in fields if hasattr(field, "file")]
-        return _nothing if all(isinstance(file, (str, bytes)) or _seekable(file) for file in files) else None
+    if isinstance(getattr(stream, "fields", None), list):
+        return _nothing if all(_in_memory(file) or _seekable(file) for file in _files(stream)) else None
     if not type(stream).__module__.startswith(f"{library.client.__name__}."):
         return None  # a stream of the caller's own making: nothing is known of it
     source = getattr(stream, "_stream", None)
@@ -246,6 +245,15 @@ def rewinder(stream: Any, library: Any) -> Callable[[], None] | None:
 def _file_rewinder(file: Any) -> Callable[[], None]:
     start = file.tell()
     return lambda: file.seek(start)
+
+
+def _files(stream: Any) -> list[Any]:
+    """What a multipart form sends as files."""
+    return [field.file for field in getattr(stream, "fields", ()) if hasattr(field, "file")]
+
+
+def _in_memory(file: Any) -> bool:
+    return isinstance(file, (str, bytes))
 
 
 def _seekable(file: Any) -> bool:

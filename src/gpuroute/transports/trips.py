@@ -354,7 +354,7 @@ class Trip:
         """True if a second attempt may start beside this one."""
         call = self.call
         wanted = call.hedging.hedge or call.hedging.reroute
-        return wanted and call.replayable and len(call.history) < call.attempts
+        return wanted and call.replayable and self.out.body.shared and len(call.history) < call.attempts
 
     def lose(self) -> None:
         """Another attempt of this call answered first: hang up, from any thread, and teach nothing."""
