@@ -89,7 +89,9 @@ class Client(httpx2.Client):
 
     def __init__(self, router: Router, **kwargs: Any) -> None:
         mine, theirs = split_arguments(kwargs)
-        super().__init__(transport=Transport(router, **mine), **theirs)
+        transport = Transport(router, **mine)
+        transport.by_proxies = theirs.get("trust_env", True)
+        super().__init__(transport=transport, **theirs)
 
 
 class AsyncClient(httpx2.AsyncClient):
@@ -97,4 +99,6 @@ class AsyncClient(httpx2.AsyncClient):
 
     def __init__(self, router: Router, **kwargs: Any) -> None:
         mine, theirs = split_arguments(kwargs)
-        super().__init__(transport=AsyncTransport(router, **mine), **theirs)
+        transport = AsyncTransport(router, **mine)
+        transport.by_proxies = theirs.get("trust_env", True)
+        super().__init__(transport=transport, **theirs)

@@ -1,10 +1,10 @@
 """`wrap`: route a client that exists already, in place, and `unwrap`: leave it as it was.
 
 An `httpx2` or `httpx` client gets a routing transport in the place of its own, with the same TLS context and limits; its
-proxies are set aside, because endpoints are called directly. An `openai` or `anthropic` client is wrapped through the
-client inside it, and stops retrying: its retries above ours would triple every failure.
+proxies serve only hosts that are no pools, because endpoints are called directly. An `openai` or `anthropic` client is
+wrapped through the client inside it, and stops retrying: its retries above ours would triple every failure.
 
-Private attributes of those libraries are read here and nowhere else; what is not recognised is refused.
+Private attributes of those libraries are read here and in `transports.outside`; what is not recognised is refused.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 
 from gpuroute.errors import ConfigError
 from gpuroute.router import Router
+from gpuroute.transports.outside import Outside
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -97,7 +98,11 @@ def _route(inner: Any, router: Router | None, pool: str | None, passthrough: boo
         _check_known(transport, own)
     make = ours.Transport if kind == "Client" else ours.AsyncTransport
     routed = make(
-        router or _shared_router(), pool=pool, passthrough=passthrough, plain=current, **_settings(current, library)
+        router or _shared_router(),
+        pool=pool,
+        passthrough=passthrough,
+        plain=Outside(current, mounts),
+        **_settings(current, library),
     )
     routed.replaced = (current, mounts)
     inner._transport, inner._mounts = routed, {}  # noqa: SLF001

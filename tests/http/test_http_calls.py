@@ -302,6 +302,7 @@ def test_proxy_and_transport_arguments_are_refused(stubs: Stage, caller: Make) -
     for arguments in ({"proxy": "http://p:1"}, {"transport": object()}):
         with pytest.raises(gpuroute.ConfigError, match="takes no proxy= and no transport="):
             caller([a], **arguments)
+    assert caller([a], proxy=None, transport=None).post().status_code == 200
 
 
 def test_proxies_of_the_environment_are_not_used(stubs: Stage, caller: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ OWN_ARGUMENTS = ("pool", "passthrough", "verify", "cert", "limits", "local_addre
 def split_arguments(arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The arguments of a client: those for our transport, and those for its own base class. Raises ConfigError."""
     theirs = dict(arguments)
-    if theirs.get("proxy") is not None or theirs.get("transport") is not None:
+    if theirs.get("proxy") is not None or theirs.pop("transport", None) is not None:
         raise ConfigError("a routed client takes no proxy= and no transport=: connections go to the endpoints")
     mine = {name: theirs.pop(name) for name in OWN_ARGUMENTS if name in theirs}
     if theirs.get("cookies") in (True, False):
@@ -57,7 +57,7 @@ class Primitives(Routes):
         return self._all
 
     def _plain(self) -> Any:
-        return self._outside(self._all, self.library.client.HTTPTransport)
+        return self._outside(self._all, self.library.client.HTTPTransport, self.library.client.Client)
 
     def _stream(self, trip: Trip, source: Any, chunks: Any, first: bytes | None) -> Any:
         inner, seam = self.library.stream(trip, source, chunks, first), trip.route.seam
@@ -119,7 +119,7 @@ class AsyncPrimitives(Routes):
         return pools
 
     def _plain(self) -> Any:
-        return self._outside(self._pools(), self.library.client.AsyncHTTPTransport)
+        return self._outside(self._pools(), self.library.client.AsyncHTTPTransport, self.library.client.AsyncClient)
 
     def _stream(self, trip: Trip, source: Any, chunks: Any, first: bytes | None) -> Any:
         inner, seam = self.library.async_stream(trip, source, chunks, first), trip.route.seam

@@ -20,6 +20,7 @@ from gpuroute.router import check_router
 from gpuroute.transports.asking import asker_of
 from gpuroute.transports.bodies import PREFIX, Outgoing, model_of
 from gpuroute.transports.continuation import seam_of
+from gpuroute.transports.outside import Outside
 from gpuroute.transports.pools import Limits, Pools, Trust, UnusableFiles
 from gpuroute.transports.trips import LEAVE, STAY, Settled, Trip
 
@@ -93,6 +94,7 @@ class Routes:
     """What a transport of either kind is made of. Arguments: see `gpuroute.httpx2.Transport`."""
 
     library: ClassVar[Library]
+    by_proxies = False  # hosts outside are reached by the proxies of the environment, if there are any
     _try: Any  # of the drivers: send one attempt
 
     def __init__(
@@ -328,12 +330,13 @@ class Routes:
             response.headers["location"] = f"{url}#{LEAVE}"
         return response
 
-    def _outside(self, pools: Pools, make: Any) -> Any:
-        """The transport for hosts that are no pools."""
+    def _outside(self, pools: Pools, transport: Any, client: Any) -> Any:
+        """The transport for hosts that are no pools, of these kinds."""
         if self._given_plain is not None:
             return self._given_plain
         if pools.plain is None:
-            pools.plain = make(verify=self._trust.shared())
+            context = self._trust.shared()
+            pools.plain = Outside.of(client(verify=context)) if self.by_proxies else transport(verify=context)
         return pools.plain
 
     def _make_pools(self, loop: AbstractEventLoop | None) -> Pools:
