@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections import deque
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -47,40 +46,39 @@ class Gate:
 
 
 class AsyncGate:
-    """At most `size` holders at a time, for the tasks of one loop. Leaving twice is harmless."""
+    """At most `size` holders at a time, for the tasks of one loop, first come first served. Leaving twice is harmless."""
 
     __slots__ = ("_core", "_size", "_waiting", "holders")
 
     def __init__(self, core: Core, size: int) -> None:
         self._core = core
         self._size = size
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._waiting: dict[object, asyncio.Future[None]] = {}
         self.holders: set[object] = set()
 
     async def enter(self, holder: object, timeout: float | None) -> None:
         """Take a place, waiting for one. Raises the core's PoolTimeout."""
-        while len(self.holders) >= self._size:
-            waiter = asyncio.get_running_loop().create_future()
-            self._waiting.append(waiter)
-            try:
-                async with asyncio.timeout(timeout):
-                    await waiter
-            except TimeoutError:
-                self._wake()
-                raise self._core.PoolTimeout(f"no connection to the endpoint became free within {timeout} s") from None
-            except BaseException:
-                self._wake()  # the place that this task was woken for goes to the next one
-                raise
-        self.holders.add(holder)
+        if len(self.holders) < self._size:
+            self.holders.add(holder)
+            return
+        given = self._waiting[holder] = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(timeout):
+                await given
+        except BaseException as error:
+            self._waiting.pop(holder, None)
+            self.leave(holder)  # a place that came in the same moment goes to the next one
+            if isinstance(error, TimeoutError):
+                late = f"no connection to the endpoint became free within {timeout} s"
+                raise self._core.PoolTimeout(late) from None
+            raise
 
     def leave(self, holder: object) -> None:
-        """Give the place back. Idempotent."""
+        """Give the place to who waits longest. Idempotent."""
         self.holders.discard(holder)
-        self._wake()
-
-    def _wake(self) -> None:
-        while self._waiting:
-            waiter = self._waiting.popleft()
-            if not waiter.done():
-                waiter.set_result(None)
-                return
+        while self._waiting and len(self.holders) < self._size:
+            following = next(iter(self._waiting))
+            given = self._waiting.pop(following)
+            if not given.done():
+                self.holders.add(following)
+                given.set_result(None)
