@@ -53,8 +53,8 @@ class Bench:
         self.desks = [Desk("gpu-0", epoch=7), Desk("gpu-1", epoch=8)]
         self.answers = Answers(self.desks, keys, rate=rate)
 
-    def say(self, data: bytes, source: str = HERE, now: float = NOW) -> bytes:
-        return self.answers.answer(data, source, now, NOW_MS)
+    def say(self, data: bytes, source: str = HERE, now: float = NOW, now_ms: int = NOW_MS) -> bytes:
+        return self.answers.answer(data, source, now, now_ms)
 
     def bid(self, data: bytes, key: bytes = KEY) -> object:
         header, body = open_message(self.say(data), (key,) if key else ())
@@ -95,7 +95,8 @@ def test_forged_messages_change_nothing() -> None:
     signed = bytearray(take())
     signed[30] ^= 1
     assert bench.say(bytes(signed)) == b""
-    assert bench.answers.dropped["garbled"] == 7
+    assert bench.answers.dropped["key"] == 7
+    assert bench.answers.last_from["key"]
     assert bench.bid(ask()).queued_tokens == 0
 
 
@@ -123,11 +124,39 @@ def test_a_replayed_take_or_tell_changes_nothing() -> None:
 
 @pytest.mark.parametrize("off_ms", [-BEHIND_MS - 1, AHEAD_MS + 1, -3_600_000, 3_600_000])
 def test_a_message_of_another_time_is_refused(off_ms: int) -> None:
+    """And counted as what it is: an operator looks for clocks then, not for somebody who replays."""
     bench = Bench(KEY)
     bench.say(take(1, sent_ms=NOW_MS + off_ms))
     assert bench.desks[0].takes == 0
-    bench.say(take(2, sent_ms=NOW_MS - BEHIND_MS + 1_000))
+    assert (bench.answers.dropped["clock"], bench.answers.dropped["replayed"]) == (1, 0)
+    bench.say(take(2, sent_ms=NOW_MS + 60_000 - BEHIND_MS + 1_000), now=NOW + 60, now_ms=NOW_MS + 60_000)
     assert bench.desks[0].takes == 1, "clocks may differ"
+
+
+def test_what_was_recorded_before_a_restart_is_not_believed_by_the_successor() -> None:
+    recorded = [take(1), tell(1)]
+    successor = Bench(KEY)
+    for data in recorded:
+        successor.say(data, now=NOW + 5, now_ms=NOW_MS + 5_000)
+    assert (successor.desks[0].takes, successor.desks[0].tells) == (0, 0)
+    assert successor.answers.dropped["replayed"] == 2
+    successor.say(take(2, sent_ms=NOW_MS + 4_500), now=NOW + 5, now_ms=NOW_MS + 5_000)
+    assert successor.desks[0].takes == 1, "what is on its way is welcome"
+
+
+@pytest.mark.parametrize("warm_ms", [0, 100_000])
+def test_a_clock_that_is_set_right_is_right_at_once(warm_ms: int) -> None:
+    """An hour ahead, with clients that were ahead as well or not, then corrected."""
+    bench = Bench(KEY)
+    for at_ms in range(0, warm_ms + 1, 10_000):
+        wrong = NOW_MS + 3_600_000 + at_ms
+        bench.say(take(at_ms + 1, sent_ms=wrong), now=NOW + at_ms / 1000, now_ms=wrong)
+    before = bench.desks[0].takes
+    right = NOW_MS + warm_ms + 1_000
+    bench.say(take(5, sent_ms=right), now=NOW + warm_ms / 1000 + 1, now_ms=right)
+    assert bench.desks[0].takes == before + 1
+    bench.say(take(5, sent_ms=right), now=NOW + warm_ms / 1000 + 1, now_ms=right + 1)
+    assert bench.desks[0].takes == before + 1, "once"
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(-40_000, 10_000), st.integers(0, 30_000)), max_size=80))

@@ -254,5 +254,5 @@ def test_where_an_engine_is_asked(url: str, host: str, port: int, monkeypatch: p
         raise ConnectionRefusedError
 
     monkeypatch.setattr(HTTPConnection, "connect", refuse)
-    assert ask_engines._look(f"gpu-0 sglang {url}", {}) is None
+    assert ask_engines._look(f"gpu-0 sglang {url}", ask_engines.Kept()) is None
     assert set(asked) == {(host, port)}

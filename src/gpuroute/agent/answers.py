@@ -22,11 +22,25 @@ BEHIND_MS = 30_000
 AHEAD_MS = 5_000
 """How far the time stamp of a take or tell may be from our clock."""
 
+RESTART_MS = 1_000
+"""What was stamped that long before the first message of all may have been heard by our predecessor."""
+
 REMEMBERED = 100_000
 """Messages of one generation at most: if more arrive, the window in which messages are believed shrinks."""
 
 MAX_SOURCES = 65_536
 MAX_DATAGRAM = 256
+OURS = b"GR\x01"  # magic and version
+
+WHY = {
+    "garbled": "no message of ours",
+    "key": "signed with another key: GPUROUTE_AGENT_KEY differs there",
+    "clock": f"takes and tells by a clock more than {BEHIND_MS // 1000} s behind or {AHEAD_MS // 1000} s ahead of ours",
+    "rate": "more than --max-rate in a second",
+    "replayed": "takes and tells that came before",
+    "engine": "for an engine that this agent does not have: a path in an agent's address is wrong",
+}
+"""Why messages are dropped, for people."""
 RATE = 50_000.0
 
 
@@ -44,9 +58,13 @@ class Replays:
 
     def fresh(self, mark: int, sent_ms: int, now_ms: int) -> bool:
         """True if this message is of our time and comes for the first time."""
+        if not self._since:
+            self._old_newest = now_ms - RESTART_MS
+        elif now_ms < self._since:  # our clock was set back: what is newest by the old one would refuse all of now
+            self._newest = self._old_newest = self._since = 0
         if now_ms - self._since > BEHIND_MS + AHEAD_MS or len(self._new) >= REMEMBERED:
             self._forget(now_ms)
-        if not -AHEAD_MS <= now_ms - sent_ms <= BEHIND_MS or sent_ms <= self._floor:
+        if not is_of_our_time(sent_ms, now_ms) or sent_ms <= self._floor:
             return False
         if mark in self._new or mark in self._old:
             return False
@@ -92,25 +110,28 @@ class Answers:
         self._keys = tuple(keys)
         self._rates = Rates(rate)
         self._replays = Replays()
-        self.dropped = dict.fromkeys(("garbled", "rate", "replayed", "engine"), 0)
+        self.dropped = dict.fromkeys(WHY, 0)
+        self.last_from = dict.fromkeys(WHY, "")
 
     def answer(self, data: bytes, source: str, now: float, now_ms: int) -> bytes:
         """The reply to a datagram, b"" for none. Never raises. `now`: monotonic seconds; `now_ms`: since 1970."""
         if not self._rates.allows(source, now):
-            return self._drop("rate")
+            return self._drop("rate", source)
+        header = None
         try:
             header, body, secret = self._open(data)
             if header.engine >= len(self.desks):
-                return self._drop("engine")
+                return self._drop("engine", source)
             desk = self.desks[header.engine]
             if header.kind is Kind.ASK:
                 tokens, hashes = decode_ask(body)
                 bid = desk.bid(header.id, tokens, hashes, now)
                 return encode_bid(bid, header.id, now_ms, header.engine, header.key, secret)
-            self._note(desk, header, body, now, now_ms)
+            why = self._note(desk, header, body, now, now_ms)
         except Garbled:
-            return self._drop("garbled")
-        return b""
+            is_signed = header is None and self._keys and data[:3] == OURS and len(data) <= MAX_DATAGRAM
+            return self._drop("key" if is_signed else "garbled", source)
+        return self._drop(why, source) if why else b""
 
     def _open(self, data: bytes) -> tuple[Header, bytes, bytes]:
         if len(data) > MAX_DATAGRAM:
@@ -124,26 +145,33 @@ class Answers:
                 continue
         return (*open_message(data, self._keys[-1:]), self._keys[-1])
 
-    def _note(self, desk: Desk, header: Header, body: bytes, now: float, now_ms: int) -> None:
+    def _note(self, desk: Desk, header: Header, body: bytes, now: float, now_ms: int) -> str:
+        """Believe a take or a tell, or say why not."""
         if header.kind is Kind.TAKE:
             uncached, tokens = decode_take(body)
-            if self._is_fresh(header, now_ms):
+            if not (why := self._doubt(header, now_ms)):
                 desk.take(header.id, uncached, tokens, now)
         elif header.kind is Kind.TELL:
             ttft_us, cached = decode_tell(body)
-            if self._is_fresh(header, now_ms):
+            if not (why := self._doubt(header, now_ms)):
                 desk.tell(header.id, ttft_us / 1e6, cached, now)
         else:
             raise Garbled("agents are not sent bids")
+        return why
 
-    def _is_fresh(self, header: Header, now_ms: int) -> bool:
+    def _doubt(self, header: Header, now_ms: int) -> str:
         # The engine is part of the mark: a call that is hedged or tried again takes two engines of one agent.
         mark = header.id << 18 | header.engine << 2 | header.kind & 3
-        fresh = self._replays.fresh(mark, header.sent_ms, now_ms)
-        if not fresh:
-            self._drop("replayed")
-        return fresh
+        if self._replays.fresh(mark, header.sent_ms, now_ms):
+            return ""
+        return "replayed" if is_of_our_time(header.sent_ms, now_ms) else "clock"
 
-    def _drop(self, why: str) -> bytes:
+    def _drop(self, why: str, source: str) -> bytes:
         self.dropped[why] += 1
+        self.last_from[why] = source
         return b""
+
+
+def is_of_our_time(sent_ms: int, now_ms: int) -> bool:
+    """True if clocks that differ by no more than is usual explain that time stamp."""
+    return -AHEAD_MS <= now_ms - sent_ms <= BEHIND_MS

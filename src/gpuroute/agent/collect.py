@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
+from gpuroute.agent.server import netloc
 from gpuroute.core.asking import (
     GRPC_METHOD,
     AskBody,
@@ -79,6 +80,7 @@ class Collector:
         self.rounds = self.asks = self.garbled = 0
         self.round_s = 0.0
         self.targets: tuple[Target, ...] = ()
+        self._targets: tuple[Target, ...] = ()  # of the last round
         self.without = 0
         self._secret = secret
         self._files = files
@@ -118,6 +120,9 @@ class Collector:
         """One round of asks."""
         targets, as_of = self.targets, time.monotonic()
         start = secrets.randbits(63)
+        if targets is not self._targets:
+            self._forget_strangers(targets)
+            self._targets = targets
         self._asked = {start + number: target for number, target in enumerate(targets)}
         self._said = {}
         self._all_here.clear()
@@ -134,6 +139,15 @@ class Collector:
         self.digest.update(self._said, {target.key for target in targets}, as_of)
         self.rounds += 1
         self.round_s = time.monotonic() - as_of
+
+    def _forget_strangers(self, targets: Sequence[Target]) -> None:
+        """Connections to agents that have left are closed, and where they were is forgotten: pods come and go."""
+        places = {(target.host, target.port) for target in targets}
+        for name in [name for name in self._places if name not in places]:
+            del self._places[name]
+        netlocs = {(target.scheme, netloc(target.host, target.port)) for target in targets} if self._channels else set()
+        for known in [known for known in self._channels if known not in netlocs]:
+            self._spawn(self._channels.pop(known)[0].close())
 
     # ------------------------------------------------------------------------------------------ asking
 
@@ -191,7 +205,7 @@ class Collector:
         import grpc
 
         with suppress(grpc.RpcError, OSError, ValueError, asyncio.CancelledError):
-            answer = await self._channel(target.scheme, f"{target.host}:{target.port}")(data, timeout=GRPC_TIMEOUT_S)
+            answer = await self._channel(target.scheme, netloc(target.host, target.port))(data, timeout=GRPC_TIMEOUT_S)
             if answer:
                 self._heard(answer, target)
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import parse_qs, urlsplit
 
 from gpuroute.agent.answers import AHEAD_MS, BEHIND_MS
+from gpuroute.agent.server import netloc
 from gpuroute.core.digest import AGE_HEADER, AUTH_HEADER, PATH, TAG_HEADER, mac_of, tag_of
 from gpuroute.errors import ConfigError
 
@@ -84,7 +85,7 @@ class DigestServer:
         self._subscription = await asyncio.to_thread(self._registry.subscribe, self._adopt)
         self._collecting = asyncio.ensure_future(self.collector.run())
         bound = self._server.sockets[0].getsockname()[1]
-        return f"{'https' if context else 'http'}://{f'[{host}]' if ':' in host else host}:{bound}"
+        return f"{'https' if context else 'http'}://{netloc(host, bound)}"
 
     async def close(self) -> None:
         """Stop. Idempotent."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import grpc.aio
 
+from gpuroute.agent.server import netloc
 from gpuroute.core.asking import GRPC_METHOD
 from gpuroute.errors import ConfigError
 
@@ -48,7 +49,7 @@ class Listening:
 async def serve(listening: Listening, answers: Answers) -> tuple[grpc.aio.Server, int]:
     """A running server and its port. Raises OSError if the port is taken or a file cannot be read."""
     server = grpc.aio.server(handlers=[_Handler(answers)], options=OPTIONS)
-    address = f"{listening.host}:{listening.port}"
+    address = netloc(listening.host, listening.port)
     try:
         if listening.cert:
             port = server.add_secure_port(address, _credentials(listening))

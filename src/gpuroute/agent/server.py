@@ -24,6 +24,11 @@ BURST = 64
 BUFFER = 1 << 20
 
 
+def netloc(host: str, port: int) -> str:
+    """HOST:PORT as in a URL: an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
 def open_socket(host: str, port: int, *, authenticated: bool, insecure: bool = False) -> socket.socket:
     """A bound UDP socket. Raises ConfigError for an address that others can reach when nobody is authenticated."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]

@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from gpuroute.agent.answers import RATE, Answers
+from gpuroute.agent.answers import RATE, WHY, Answers
 from gpuroute.agent.desk import Desk
 from gpuroute.agent.health import HUNG_AFTER_S
 from gpuroute.agent.kv_feed import Feed
 from gpuroute.agent.register import Life, Rules
-from gpuroute.agent.server import UdpServer, open_socket
+from gpuroute.agent.server import UdpServer, netloc, open_socket
 from gpuroute.agent.status import Status
 from gpuroute.agent.watch import INTERVAL_S, Watch, recognised
 from gpuroute.core.asking import EngineState
@@ -30,11 +31,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("gpuroute.agent")
 
+EVERYWHERE = ("0.0.0.0", "::")
 KV_TOKENS = 400_000
 """Of an engine that does not say how much its KV cache holds."""
 
 GPUS_S = 10.0
 """How often the GPUs are looked at."""
+
+DROPS_S, DROPS_AGAIN_S = 5.0, 60.0
+"""How often the log says what was dropped: soon, and of each reason no more than that often."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,17 +110,18 @@ class Agent:
         status, tasks = Status(self.watches, self.answers), []
         second = None
         try:
-            address = _address("udp", options.agent_host, options.listen[0], server.port)
+            address = _address("udp", self._reached_at(options.listen[0]), options.listen[0], server.port)
             if options.grpc is not None:
                 from gpuroute.agent.grpc_server import serve
 
                 second, port = await serve(options.grpc, self.answers)
-                address = _address(options.grpc.scheme, options.agent_host, options.grpc.host, port)
+                address = _address(options.grpc.scheme, self._reached_at(options.grpc.host), options.grpc.host, port)
             tasks = [loop.create_task(self._attend(index, address)) for index in range(len(self.desks))]
             tasks += [loop.create_task(_followed(desk.feed)) for desk in self.desks if desk.feed is not None]
+            tasks += [loop.create_task(_told_of_drops(self.answers))]
             tasks += [loop.create_task(self._label(options.throttled))] if options.throttled is not None else []
             port = await status.listen(*options.status)
-            self._say({"agent": address, "status": f"http://{options.status[0]}:{port}"})
+            self._say({"agent": address, "status": f"http://{netloc(options.status[0], port)}"})
             await _first(self._stop, tasks)
             return all(await asyncio.gather(*(life.drain() for life in self.lives)))
         finally:
@@ -127,6 +133,13 @@ class Agent:
             server.close()
             if second is not None:
                 await second.stop(None)
+
+    def _reached_at(self, listening: str) -> str:
+        """The host for clients. `0.0.0.0` would be each client itself; where they reach the engine they reach us too."""
+        if self._options.agent_host or listening not in EVERYWHERE or not self._options.engines:
+            return self._options.agent_host
+        host = urlsplit(self._options.engines[0].endpoint.url).hostname or ""
+        return f"[{host}]" if ":" in host else host
 
     async def _attend(self, index: int, address: str) -> None:
         """Find out which engine it is, then watch it and register it."""
@@ -178,8 +191,20 @@ def _address(scheme: str, given: str, host: str, port: int) -> str:
     """Where clients reach us: `given` with or without a port, else where we listen."""
     if given and urlsplit(f"//{given}").port:
         return f"{scheme}://{given}"
-    host = given or host
-    return f"{scheme}://{f'[{host}]' if ':' in host and not host.startswith('[') else host}:{port}"
+    return f"{scheme}://{netloc(given or host, port)}"
+
+
+async def _told_of_drops(answers: Answers) -> None:
+    """Whoever asks in vain hears nothing, so this log has to say why."""
+    said, again_at = dict(answers.dropped), dict.fromkeys(WHY, 0.0)
+    while True:
+        await asyncio.sleep(DROPS_S)
+        for why, count in answers.dropped.items():
+            if count > said[why] and time.monotonic() >= again_at[why]:
+                log.warning(
+                    "%d messages dropped, the last from %s: %s", count - said[why], answers.last_from[why], WHY[why]
+                )
+                said[why], again_at[why] = count, time.monotonic() + DROPS_AGAIN_S
 
 
 async def _followed(feed: Feed) -> None:

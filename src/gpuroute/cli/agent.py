@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from gpuroute.agent import gpus
 from gpuroute.agent.kv_feed import Source
 from gpuroute.agent.register import Rules
+from gpuroute.agent.server import netloc
 from gpuroute.agent.service import Agent, Engine, Options
 from gpuroute.cli.agent_options import TEXTS, address, declare, reachable, zeromq
 from gpuroute.cli.agent_options import url as checked_url
@@ -97,7 +98,7 @@ async def _serve(
         except OSError as error:
             places = {"--listen": options.listen, "--status": options.status}
             places |= {"--grpc-listen": (options.grpc.host, options.grpc.port)} if options.grpc else {}
-            where = " or ".join(f"{option}={host}:{port}" for option, (host, port) in places.items())
+            where = " or ".join(f"{option}={netloc(host, port)}" for option, (host, port) in places.items())
             raise ConfigError(f"agent cannot listen on {where}: {error.strerror}") from None
 
 
@@ -121,7 +122,7 @@ async def _served(digest: _Digest | None) -> AsyncIterator[dict[str, object]]:
     try:
         url = await digest.server.start(*digest.listen)
     except OSError as error:
-        raise ConfigError(f"--digest cannot be served on {digest.listen}: {error.strerror or error}") from None
+        raise ConfigError(f"--digest cannot be served on {netloc(*digest.listen)}: {error.strerror or error}") from None
     try:
         yield {"digest": url}
     finally:

@@ -29,6 +29,7 @@ from gpuroute.core.sources import prompt_tokens
 from gpuroute.core.trust import second_opinion
 from gpuroute.engines.usage import read_usage
 from gpuroute.transports.ask_lines import RELAY, wake
+from gpuroute.transports.ask_peers import SILENT_AFTER
 
 if TYPE_CHECKING:
     import asyncio
@@ -45,6 +46,12 @@ NOT_READY_TOKENS = 1_000_000  # what an engine that takes no calls is charged: d
 MOST_AGAIN = 2
 LEARNS = 0.05  # the weight of the newest call in the share of asks that get lost
 _new = tuple.__new__  # of a NamedTuple: half the price of calling its class
+SILENT = (
+    f"%s: its agent at %s answered none of the last {SILENT_AFTER} asks (is it there, has it the same "
+    "GPUROUTE_AGENT_KEY, is UDP let through, is GPUROUTE_ASK_TIMEOUT long enough?)"
+)
+UNSIGNED = "an answer from %s was no bid, or not signed with the GPUROUTE_AGENT_KEY of this process"
+STRANGE = "a bid from %s was not asked for there: its agent is another endpoint's, or sends from another address"
 RARE = 0.002  # where fewer asks are lost of late, nobody is asked again: a short timer costs as much as a datagram
 
 
@@ -149,10 +156,12 @@ class Asking:
                 identity, engine, condition, said = read_bid(data, secret)
             except Garbled:
                 asker.counts.garbled += 1
+                asker.mention(UNSIGNED, source)
                 continue
             one = asked.get(identity)
             if one is None or one[2].engine != engine or (one[2].address != source and one[2].family != RELAY):
                 asker.counts.strangers += 1  # what came by gRPC was called for, and has no source
+                asker.mention(STRANGE, source)
                 continue
             state, peer, _ = one
             if peer.misses:
@@ -207,6 +216,8 @@ class Asking:
             asker.counts.timeouts += 1
             for _, peer, _ in silent:
                 peer.missed(now)
+                if peer.misses == SILENT_AFTER and not peer.backs_up:
+                    asker.mention(SILENT, peer.endpoint.id, peer.agent)
         never = sum(place.family == RELAY for _, _, place in silent)
         self._unanswered = max(0, len(self._asked) + self._repeated - self._answers - len(self._opinions) - never)
 

@@ -12,6 +12,7 @@ import http.client
 import queue
 import threading
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 FRESH_S = 0.1
 REST_S = 60.0
+UNUSED_S = 120.0  # what nobody asked for so long is forgotten: engines come and go for months
 TIMEOUT_S = 0.5
 WORKERS = 2
 MAX_BODY = 512 * 1024
@@ -67,15 +69,25 @@ class Engines:
             return
         now = time.monotonic()
         with self._lock:
-            entry = self._entries.setdefault(target, Entry())
+            entry = self._entries.get(target) or self._meet(target, now)
             fresh = entry.load if now - entry.at <= FRESH_S else None
             if fresh is None and now >= entry.rest_until:
                 entry.waiting.append(Waiting(data, deliver))
                 if len(entry.waiting) == 1:
                     self._jobs.put(target)
-                    self._start()
+                self._start()
         if fresh is not None:
             deliver(self._bid(data, target, fresh))
+
+    def _meet(self, target: str, now: float) -> Entry:
+        """A new one; under the lock, as the oldest are forgotten for it."""
+        while self._entries:
+            oldest, entry = next(iter(self._entries.items()))
+            if entry.waiting or now - entry.at <= UNUSED_S:
+                break
+            del self._entries[oldest]
+        made = self._entries[target] = Entry()
+        return made
 
     def rests(self, target: str) -> bool:
         """True if that engine said nothing useful a short while ago."""
@@ -84,17 +96,18 @@ class Engines:
 
     def _start(self) -> None:
         if self._threads < WORKERS:
-            self._threads += 1
-            threading.Thread(target=self._work, name="gpuroute-ask-engines", daemon=True).start()
+            with suppress(RuntimeError):  # no more threads, or the interpreter is about to end: the next ask tries again
+                threading.Thread(target=self._work, name="gpuroute-ask-engines", daemon=True).start()
+                self._threads += 1
 
     def _work(self) -> None:
-        connections: dict[str, http.client.HTTPConnection] = {}
+        kept = Kept()
         while True:
             target = self._jobs.get()
-            load = _look(target, connections)
+            load = _look(target, kept)
             now = time.monotonic()
             with self._lock:
-                entry = self._entries[target]
+                entry = self._entries[target] = self._entries.pop(target)  # as the last
                 waiting, entry.waiting = entry.waiting, []
                 entry.at, entry.load = now, load
                 entry.rest_until = now + REST_S if load is None else 0.0
@@ -114,12 +127,33 @@ class Engines:
         return encode_bid(bid, header.id, header.sent_ms, header.engine, 0, self._secret)
 
 
-def _look(target: str, connections: dict[str, http.client.HTTPConnection]) -> LoadReport | None:
+class Kept:
+    """Connections of one thread that may serve again, oldest first. Those of engines that are gone nobody else closes."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, tuple[http.client.HTTPConnection, float]] = {}
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def take(self, url: str) -> http.client.HTTPConnection | None:
+        """The one to that engine, if there is one."""
+        found = self._held.pop(url, None)
+        return found[0] if found else None
+
+    def keep(self, url: str, connection: http.client.HTTPConnection, now: float) -> None:
+        """For the next look; others that were not used for long are closed."""
+        self._held[url] = connection, now
+        while now - (oldest := next(iter(self._held.items())))[1][1] > UNUSED_S:
+            self._held.pop(oldest[0])[0].close()
+
+
+def _look(target: str, connections: Kept) -> LoadReport | None:
     """What the engine says now; None if it says nothing. A kept connection that has died is replaced once."""
     _, name, url, *metrics = target.split(" ")
     engine, parts = engine_of(name), urlsplit(url)
     for _ in range(2):
-        kept = connections.pop(url, None)
+        kept = connections.take(url)
         # Without a port http.client would look for one in the host, and find it in an IPv6 address.
         connection = kept or http.client.HTTPConnection(parts.hostname or "", parts.port or 80, timeout=TIMEOUT_S)
         try:
@@ -132,7 +166,7 @@ def _look(target: str, connections: dict[str, http.client.HTTPConnection]) -> Lo
                 return None
             continue
         if answer.isclosed() and not answer.will_close:
-            connections[url] = connection
+            connections.keep(url, connection, time.monotonic())
         else:
             connection.close()
         return _read(engine, body, metrics=bool(metrics)) if answer.status == 200 else None

@@ -6,6 +6,7 @@ Costs several times what a datagram does. The answer arrives on a thread of grpc
 from __future__ import annotations
 
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,19 @@ if TYPE_CHECKING:
 
 OPTIONS = (("grpc.enable_retries", 0), ("grpc.max_receive_message_length", 1024), ("grpc.enable_http_proxy", 0))
 
+UNUSED_S = 600.0
+"""Channels that no ask went by for so long are those of agents that are gone: pods come and go for months."""
+
 _ABANDONED: list[object] = []  # of a forked child's parent: never touched there
+
+
+class Open:
+    """A channel, its method, and when it was last used."""
+
+    __slots__ = ("channel", "say", "used_at")
+
+    def __init__(self, channel: grpc.Channel, say: Any) -> None:
+        self.channel, self.say, self.used_at = channel, say, 0.0
 
 
 class Channels:
@@ -28,8 +41,7 @@ class Channels:
     def __init__(self, ca: str | None, cert: str | None, key: str | None) -> None:
         self._files = ca, cert, key
         self._lock = threading.Lock()
-        self._says: dict[tuple[str, str], Any] = {}
-        self._channels: list[grpc.Channel] = []
+        self._open: dict[tuple[str, str], Open] = {}
 
     def say(self, data: bytes, scheme: str, target: str, timeout: float, deliver: Callable[[bytes], None]) -> None:
         """Send one message; an answer, if there is one, is delivered from another thread. Never raises or blocks."""
@@ -39,14 +51,18 @@ class Channels:
 
     def _say(self, scheme: str, target: str) -> Any:
         with self._lock:
-            found = self._says.get((scheme, target))
+            now, key = time.monotonic(), (scheme, target)
+            found = self._open.pop(key, None)
             if found is None:
-                channel = self._open(scheme, target)
-                self._channels.append(channel)
-                found = self._says[scheme, target] = channel.unary_unary(GRPC_METHOD)
-            return found
+                channel = self._channel(scheme, target)
+                found = Open(channel, channel.unary_unary(GRPC_METHOD))
+            found.used_at = now
+            self._open[key] = found  # as the last
+            while now - (oldest := next(iter(self._open.items())))[1].used_at > UNUSED_S:
+                self._open.pop(oldest[0]).channel.close()
+            return found.say
 
-    def _open(self, scheme: str, target: str) -> grpc.Channel:
+    def _channel(self, scheme: str, target: str) -> grpc.Channel:
         if scheme == "grpc":
             return grpc.insecure_channel(target, OPTIONS)
         ca, cert, key = (Path(path).read_bytes() if path else None for path in self._files)
@@ -54,12 +70,12 @@ class Channels:
 
     def abandon(self) -> None:
         """Forget the parent's channels, in a forked child."""
-        _ABANDONED.append((self._says, self._channels))
-        self._lock, self._says, self._channels = threading.Lock(), {}, []
+        _ABANDONED.append(self._open)
+        self._lock, self._open = threading.Lock(), {}
 
     def __del__(self) -> None:
-        for channel in self._channels:
-            channel.close()
+        for one in self._open.values():
+            one.channel.close()
 
 
 def _deliver(call: Any, deliver: Callable[[bytes], None]) -> None:

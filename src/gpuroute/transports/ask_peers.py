@@ -10,6 +10,7 @@ import logging
 import math
 import socket
 import threading
+from contextlib import suppress
 from itertools import islice
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -187,17 +188,21 @@ def _resolve(peer: Peer) -> None:
     if agent.startswith(f"{SCHEME}:"):
         peer.place = Place(RELAY, (SCHEME, agent.removeprefix(f"{SCHEME}:")), 0)
         return
-    parts = urlsplit(agent)
-    if not parts.hostname or not parts.port:
+    try:
+        parts = urlsplit(agent)
+        host, port, engine = parts.hostname, parts.port, engine_of_agent(parts.path)
+    except ValueError:  # of a registry of one's own: ours refuses such a record
         return
-    host, port, engine = parts.hostname, parts.port, engine_of_agent(parts.path)
+    if not host or not port:
+        return
     if parts.scheme != "udp":
         peer.place = Place(RELAY, (parts.scheme, parts.netloc), engine)
         return
     try:
         ipaddress.ip_address(host)
     except ValueError:
-        threading.Thread(target=_look_up, args=(peer, host, port, engine), daemon=True).start()
+        with suppress(RuntimeError):  # no more threads, or the interpreter is about to end
+            threading.Thread(target=_look_up, args=(peer, host, port, engine), daemon=True).start()
     else:
         _look_up(peer, host, port, engine)
 

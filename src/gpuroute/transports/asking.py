@@ -13,6 +13,8 @@ off.
 
 from __future__ import annotations
 
+import logging
+import math
 import threading
 import weakref
 from collections import deque
@@ -38,7 +40,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Asker", "Asking", "asker_of"]
 
+log = logging.getLogger("gpuroute")
+
 AGAIN_S = 0.001
+MENTIONED_S = 60.0
 MOST_SLOWER = 4.0  # a round trip counts for at most so many usual ones
 NOBODY: Mapping[int, Asked] = {}
 
@@ -68,6 +73,7 @@ class Asker:
         self.clock = clock
         self.secret = settings.agent_key.reveal().encode() if settings.agent_key else b""
         self.counts = Counts()
+        self._mentioned: dict[str, float] = {}
         self.round_trip = NEAR_S / 2
         self.loss = 5 * RARE  # until some 30 calls have shown that it is less
         self._always = settings.asks == "on"
@@ -110,6 +116,13 @@ class Asker:
         # A few that are very late say little of the others: most of a whole second would end all asking again.
         usual = self.round_trip
         self.round_trip = usual + (1 - 0.95**count) * (min(seconds, MOST_SLOWER * usual) - usual)
+
+    def mention(self, text: str, *about: object) -> None:
+        """A line in the log for whoever wonders why asks do nothing, at most once a minute for each kind."""
+        now = self.clock()
+        if now - self._mentioned.get(text, -math.inf) >= MENTIONED_S:
+            self._mentioned[text] = now
+            log.warning(text, *about)
 
     # ------------------------------------------------------------------------------------------ for drivers
 
