@@ -276,7 +276,7 @@ class Pools:
             url.raw_host.decode("ascii"),
             url.port or (443 if secure else 80),
             self._trust.of(endpoint.tls) if secure else None,
-            endpoint.tls.server_name or _host(endpoint.authority),
+            tls_name(endpoint),
             self._local,
             self._options,
         )
@@ -316,7 +316,10 @@ def _netloc(library: Library, scheme: str, authority: str) -> bytes:
     return netloc
 
 
-def _host(authority: str) -> str:
-    """The host of `host` or `host:port`, without the brackets of an IPv6 address."""
+def tls_name(endpoint: Endpoint) -> str:
+    """The name that an endpoint's certificate must have; "": the host of its URL."""
+    if endpoint.tls.server_name:
+        return endpoint.tls.server_name
+    authority = endpoint.authority
     host = authority.rpartition(":")[0] if re.search(r":[0-9]+$", authority) else authority
     return host.strip("[]")

@@ -30,6 +30,7 @@ from gpuroute.errors import ConfigError, DeadlineExceeded
 from gpuroute.observe import observer
 from gpuroute.transports.bodies import read_options
 from gpuroute.transports.piggyback import ANSWER, REQUEST, learn_header, wanted
+from gpuroute.transports.pools import tls_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -108,7 +109,8 @@ class Trip:
         self._token = self._observer.attempt_started(self.call, attempt, traced)
         if format_ := wanted(attempt.endpoint):
             traced[REQUEST] = format_
-        ours = {name.lower(): value for name, value in attempt.endpoint.headers.items()} | traced
+        host = attempt.endpoint.authority or urlsplit(attempt.endpoint.url).netloc.rpartition("@")[2]
+        ours = {"host": host} | {name.lower(): value for name, value in attempt.endpoint.headers.items()} | traced
         self.headers = {name: value for name, value in self._given.items() if name.lower() not in ours} | ours
         return 0.0
 
@@ -146,6 +148,12 @@ class Trip:
         if not again and len(self.call.history) > 1:
             error.add_note(f"gpuroute: {self.call.story()}")
         return again
+
+    def unusable(self, error: OSError) -> bool:
+        """The TLS files that the endpoint's record names are not here or no good; True if another attempt is due."""
+        assert self.attempt is not None
+        self.attempt.misfit = True
+        return self.failed(error, never_sent=True)
 
     def late(self) -> DeadlineExceeded:
         """The budget of the call ran out during the attempt."""
@@ -265,18 +273,25 @@ class RoutedStub:
         """The answer of one attempt, None if another one is due."""
         late = self._gevent.Timeout(trip.left)
         try:
+            client = self._client(trip.endpoint)
+        except OSError as error:
+            if not trip.unusable(error):
+                raise
+            return None
+        try:
             with late:
-                client = self._client(trip.endpoint)
                 response = client.request(method, _joined(trip.endpoint, path), body, trip.headers)
                 content = bytes(response.read())
-        except self._gevent.Timeout as error:
-            if error is not late:
-                raise
-            raise trip.late() from None
         except (OSError, self._library.response.HTTPConnectionClosed, self._library.response.HTTPParseError) as error:
             if not trip.failed(error, never_sent=isinstance(error, NEVER_SENT)):
                 raise
             return None
+        except BaseException as error:
+            # Its library gives no place back for a request that is cut while it is sent.
+            self._clients.pop(trip.endpoint.id, None)
+            if error is late:
+                raise trip.late() from None
+            raise
         if trip.answered(response.status_code, response, content):
             return None
         return Answer(response, content)
@@ -305,7 +320,9 @@ class RoutedStub:
             "network_timeout": pool.network_timeout,
         }
         if endpoint.url.startswith("https:"):
-            how |= {"ssl_options": {}, "ssl_context_factory": lambda: _context(endpoint, self._gevent.ssl.SSLContext)}
+            context = _context(endpoint, self._gevent.ssl.SSLContext)
+            name = tls_name(endpoint)
+            how |= {"ssl_options": {"server_hostname": name} if name else {}, "ssl_context_factory": lambda: context}
         return self._library.HTTPClient.from_url(endpoint.url, **how)
 
 
@@ -369,7 +386,14 @@ class RoutedSession:
         """The response of one attempt, None if another one is due."""
         endpoint = trip.endpoint
         parts = urlsplit(endpoint.url)
-        how = {"ssl": self._tls(endpoint)} if parts.scheme == "https" else {}
+        how: dict[str, Any] = {}
+        if parts.scheme == "https":
+            try:
+                how = {"ssl": self._tls(endpoint), "server_hostname": tls_name(endpoint) or None}
+            except OSError as error:
+                if not trip.unusable(error):
+                    raise
+                return None
         url = f"{parts.scheme}://{parts.netloc}{_joined(endpoint, path)}"
         left = trip.left
         try:
