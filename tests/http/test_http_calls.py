@@ -13,6 +13,7 @@ import gpuroute
 from gpuroute import Endpoint
 from gpuroute.core.fleet import Fleet, PoolConfig, PoolSpec
 from gpuroute.testing import FakeRegistry
+from gpuroute.transports.health import _request
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -148,6 +149,17 @@ def test_endpoint_headers_are_injected_and_win(stubs: Stage, caller: Make) -> No
     assert b.came[0].header("authorization") == "Bearer mine", "b knows nothing of a's key"
     assert b.came[0].header("x-tenant") is None
     assert {s.came[0].header("x-mine") for s in (a, b)} == {"1"}
+
+
+@pytest.mark.parametrize("name", ["Host", "host"])
+def test_a_host_among_an_endpoints_headers_is_its_host(stubs: Stage, caller: Make, name: str) -> None:
+    (a,) = stubs("a")
+    record = endpoint(a, headers={name: "gpu.example"}, authority="other.example")
+    assert caller([record]).post(headers={"host": "mine"}).status_code == 200
+    assert [v for k, v in a.came[0].headers if k.lower() == "host"] == ["gpu.example"]
+    asked = _request(record, "", "127.0.0.1:1").decode().lower()
+    assert asked.count("host:") == 1
+    assert "host: gpu.example\r\n" in asked
 
 
 def test_options_by_extension_and_header_are_obeyed_and_not_sent(stubs: Stage, caller: Make) -> None:

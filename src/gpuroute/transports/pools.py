@@ -80,8 +80,7 @@ class Trust:
         if not (tls.ca or tls.cert):
             return self.shared()
         try:
-            key = (tls, *(Path(path).stat().st_mtime_ns for path in (tls.ca, tls.cert, tls.key) if path))
-            return self._built(key, lambda: self._own(tls))
+            return self._built((tls, changed(tls)), lambda: self._own(tls))
         except OSError as error:
             raise UnusableFiles(f"TLS files of an endpoint cannot be used: {error}") from error
 
@@ -129,8 +128,9 @@ class Link:
         last = self.prefix.rpartition(b"/")[2]
         self.version: bytes = b"/" + last if _VERSION.fullmatch(last) else b""
         injected = [(name.encode(), value.encode()) for name, value in endpoint.headers.items()]
-        self.headers: list[Header] = [(b"Host", endpoint.authority.encode() or url.netloc), *injected]
         self.overridden = frozenset(name.lower() for name, _ in injected)
+        host = [] if b"host" in self.overridden else [(b"Host", endpoint.authority.encode() or url.netloc)]
+        self.headers: list[Header] = host + injected
 
     def target(self, path: bytes) -> bytes:
         """The request target for a path and query of the caller: the endpoint's prefix goes before it.
@@ -314,6 +314,11 @@ def _netloc(library: Library, scheme: str, authority: str) -> bytes:
     except library.client.InvalidURL:
         return authority.encode()
     return netloc
+
+
+def changed(tls: Tls) -> tuple[int, ...]:
+    """When the files of an endpoint changed. Raises OSError if one is not here."""
+    return tuple(Path(path).stat().st_mtime_ns for path in (tls.ca, tls.cert, tls.key) if path)
 
 
 def tls_name(endpoint: Endpoint) -> str:
