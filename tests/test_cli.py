@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -94,6 +95,35 @@ def test_a_closed_pipe_is_no_error() -> None:
     finally:
         os.close(writer)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(("closed", "code"), [(">&-", 0), ("2>&-", 0), (">&- 2>&-", 0)])
+def test_an_output_that_was_closed_before_is_no_traceback(closed: str, code: int) -> None:
+    command = f"{shlex.quote(sys.executable)} -m gpuroute config {closed}"
+    done = subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (code, "")
+
+
+def test_what_goes_wrong_is_not_said_on_stdout_when_stderr_is_closed() -> None:
+    command = f"{shlex.quote(sys.executable)} -m gpuroute config 2>&-"
+    environ = {**os.environ, "GPUROUTE_TIMEOUT": "soon"}
+    done = subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True, check=False, env=environ)
+    assert (done.returncode, done.stdout) == (2, "")
+
+
+def test_letters_that_the_terminal_cannot_show_are_escaped(tmp_path: Path) -> None:
+    fleet = tmp_path / "fleet.json"
+    record = {"id": "gpu-1", "url": "http://127.0.0.1:9", "zone": "zürich"}
+    fleet.write_text(json.dumps({"pools": {"llama": {"endpoints": [record]}}}))
+    done = subprocess.run(
+        [sys.executable, "-m", "gpuroute", "endpoints", "--registry", f"file://{fleet}"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert r"z\xfcrich" in done.stdout
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")

@@ -70,7 +70,7 @@ BAD = {
     "etcd_cert": ["/no/such/file.pem"],
     "etcd_key": ["/no/such/file.pem"],
     "policy": ["p3c", "p2c,random", "1"],
-    "timeout": ["5x", "fast", "-1s", "0s", "inf", "nan", "2 s", "1s500ms", "1e999"],
+    "timeout": ["5x", "fast", "-1s", "0s", "inf", "nan", "2 s", "1s500ms", "1e999", "9000h"],
     "attempts": ["3x", "0", "-1", "2.5", "three", "3s", "\u00b2"],
     "connect_timeout": ["5x", "0", "-1"],
     "retry_budget": ["0.2", "20", "101%", "-1%", "a fifth"],
@@ -82,7 +82,7 @@ BAD = {
     "fallback_url": ["fallback:8000", "ftp://x", "http://u:p@x", "http://", "http://:80", "http://x:y", "https://[::1"],
     "digest": ["digest:8000", "http://:80", "http://x:99999", "http://x:0", "http://a,https://[::1"],
     "rollout": ["10", "0.1", "ten%", "110%"],
-    "ready_timeout": ["5x", "0"],
+    "ready_timeout": ["5x", "0", "1e12"],
     "empty_grace": ["5x", "-1s"],
     "tenant": ["a b"],
     "breaker_failures": ["0", "5s"],
@@ -140,6 +140,16 @@ def test_c2_wrong_types_as_arguments(value: object) -> None:
         Settings(attempts=value)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="disabled="):
         Settings.from_env({}, disabled=value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("timeout", 10**400), ("rollout", 10**400), ("timeout", 1e11), ("zone", b"eu-1"), ("registry", b"")],
+)
+def test_numbers_that_nothing_can_hold_and_bytes_are_refused_like_any_bad_value(name: str, value: object) -> None:
+    """Bytes as text would be taken for their repr, and a wait of centuries would be an OverflowError in each call."""
+    with pytest.raises(ConfigError, match=rf"^{name}=.*expected "):
+        Settings.from_env({}, **{name: value})
 
 
 def test_c2_the_other_side_is_to_catch_the_error_and_go_on_with_defaults(monkeypatch: pytest.MonkeyPatch) -> None:

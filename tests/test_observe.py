@@ -270,11 +270,25 @@ def test_failures_are_logged_once_per_interval_with_a_count(
     assert records[1].gpuroute["left_out"] == 3  # type: ignore[attr-defined]
 
 
-def test_the_rate_limit_is_bounded() -> None:
-    limit = RateLimit(10.0, lambda: 0.0)
-    for key in range(5_000):
-        assert limit.admit(key) == 0
-    assert len(limit._seen) <= logs.MAX_KEYS
+def test_a_whole_fleet_that_is_ill_does_not_flood_the_log(
+    fresh_rate_limit: list[float],
+) -> None:
+    limit = logs._limit
+    lines = 0
+    for second in range(20):
+        fresh_rate_limit[0] = float(second)
+        lines += sum(limit.admit(("llama", f"gpu-{n}", "failed")) is not None for n in range(5_000))
+        assert len(limit._seen) <= logs.MAX_KEYS + 1
+    assert logs.MAX_KEYS <= lines <= 2 * (logs.MAX_KEYS + 1)
+
+
+def test_what_the_log_leaves_out_of_an_ill_fleet_is_counted(fresh_rate_limit: list[float]) -> None:
+    limit = logs._limit
+    told = [limit.admit(n) for n in range(1_000)]
+    assert [count for count in told if count is not None] == [0] * (logs.MAX_KEYS + 1)
+    fresh_rate_limit[0] = 10.0
+    left_out = [count for count in (limit.admit(n) for n in range(1_000)) if count]
+    assert sum(left_out) == 1_000 - logs.MAX_KEYS - 1
 
 
 END_TO_END = """

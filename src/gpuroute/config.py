@@ -265,10 +265,16 @@ def _checked(row: Field[Any], value: Any, name: str) -> tuple[Any, str]:
         return None, ""
     text = ""
     try:
-        text = value if isinstance(value, str) else form.show(value)
+        text = value if isinstance(value, str) else _written(form, value)
         return form.parse(text), ""
-    except (ValueError, TypeError, AttributeError, OSError):
+    except (ValueError, TypeError, AttributeError, OSError, OverflowError):
         return None, _complaint(name, "***" if is_secret(row) else text or repr(value), form.accepts)
+
+
+def _written(form: Form[Any], value: Any) -> str:
+    if isinstance(value, (bytes, bytearray)):  # `str` of it would be a text too: b'eu-1', with its quotes
+        raise TypeError("bytes")
+    return form.show(value)
 
 
 def _complaint(name: str, text: str, accepts: str) -> str:

@@ -75,6 +75,8 @@ _BOOLEANS = {
     "off": False,
 }
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "": 1.0}
+LONGEST_S = 366 * 86_400.0
+"""Sockets and locks refuse to wait for some centuries, each in its own way and only when a call comes."""
 _NUMBER = r"([0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)"
 
 
@@ -87,10 +89,10 @@ def parse_boolean(text: str) -> bool:
 
 
 def parse_duration(text: str) -> float:
-    """Seconds of `250ms`, `2s`, `1m`, `1h`; a bare number is seconds, as in the Python API."""
+    """Seconds of `250ms`, `2s`, `1m`, `1h`, up to a year; a bare number is seconds, as in the Python API."""
     match = re.fullmatch(_NUMBER + r"(us|ms|s|m|h|)", text.strip().lower())
     seconds = float(match[1]) * _SECONDS[match[2]] if match else math.inf
-    if not math.isfinite(seconds):
+    if seconds > LONGEST_S:
         raise ValueError(text)
     return seconds
 
@@ -186,8 +188,10 @@ def choice(*words: str) -> Form[str]:
 BOOLEAN = Form("true/false, 1/0, yes/no or on/off", parse_boolean, lambda value: str(value).lower())
 COUNT = Form("a whole number of at least 1", _parse_count)
 SUBSET = Form("auto, off or a whole number of at least 1", parse_subset)
-DURATION = Form("a duration above 0 such as 250ms, 2s or 1m", _parse_positive, lambda value: f"{_plain(value)}s")
-DURATION_OR_ZERO = Form("a duration such as 0s, 250ms, 2s or 1m", parse_duration, DURATION.show)
+DURATION = Form(
+    "a duration above 0 such as 250ms, 2s or 1m, up to a year", _parse_positive, lambda value: f"{_plain(value)}s"
+)
+DURATION_OR_ZERO = Form("a duration such as 0s, 250ms, 2s or 1m, up to a year", parse_duration, DURATION.show)
 PERCENT = Form("a percentage from 0% to 100%", _parse_percent, lambda value: f"{_plain(value * 100)}%")
 RATE = Form("a rate per second such as 10/s", lambda text: _number_before(text, "/s"), lambda v: f"{_plain(v)}/s")
 WORD = Form("one word", _parse_word)
@@ -201,3 +205,17 @@ REGISTRY = Form(
     _parse_registry,
 )
 SECRET = Form("any text", Secret, lambda secret: secret.reveal())
+
+
+def read_pem(path: str | None) -> bytes | None:
+    """The bytes of a PEM file; None without a path. OSError, or ValueError for what is no PEM.
+
+    A file that is just being replaced may be empty: of half a pair grpcio dies, and the process with it, and of an empty
+    CA it makes the roots that come with it.
+    """
+    if not path:
+        return None
+    data = Path(path).read_bytes()
+    if b"-----BEGIN " not in data:
+        raise ValueError(f"{path}: is {'no PEM file' if data else 'empty'}")
+    return data

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import errno
 import importlib
+import io
 import os
 import sys
 from importlib.metadata import version
@@ -45,6 +46,7 @@ def duration(text: str) -> float:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; never raises but for `SystemExit` on wrong use."""
     argv = sys.argv[1:] if argv is None else argv
+    _open_outputs()
     try:
         return _told(argv)
     except OSError as error:
@@ -56,6 +58,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0  # the reader (`head`, `less`) has what it wanted
         print(f"gpuroute: standard output: {error.strerror}", file=sys.stderr)
         return 1
+
+
+def _open_outputs() -> None:
+    """Whoever starts a command may have closed its outputs, or given it one that cannot write all letters."""
+    sys.stdout = sys.stdout or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8")
+    sys.stderr = sys.stderr or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _told(argv: Sequence[str]) -> int:

@@ -1,7 +1,8 @@
-"""Log lines under the logger `gpuroute`: a failed attempt is told once per endpoint and reason in ten seconds.
+"""Log lines under the logger `gpuroute`: a failed attempt is told once per endpoint and outcome in ten seconds.
 
-A dead endpoint under load fails a thousand times a second; the line says how many were left out. Records carry their
-facts as `record.gpuroute` (a dict). Never bodies, headers or credentials.
+A dead endpoint under load fails a thousand times a second; the line says how many were left out. Of a whole fleet that
+is ill, two hundred are named in that time. Records carry their facts as `record.gpuroute` (a dict). Never bodies, headers
+or credentials.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ if TYPE_CHECKING:
 
 LOGGER = logging.getLogger("gpuroute")
 EVERY_S = 10.0
-MAX_KEYS = 1_000
+MAX_KEYS = 200
+_OTHERS = object()
 
 
 class RateLimit:
-    """Lets one event per key through in `every` seconds and counts the others. Any thread."""
+    """Lets one event per key through in `every` seconds, for `MAX_KEYS` keys and one of all others, and counts what it
+    leaves out. Any thread."""
 
     def __init__(self, every: float = EVERY_S, clock: Callable[[], float] = time.monotonic) -> None:
         self._every = every
@@ -35,14 +38,23 @@ class RateLimit:
         """How many were left out since the last one that passed; None if this one is left out too."""
         now = self._clock()
         with self._lock:
+            if key not in self._seen and len(self._seen) >= MAX_KEYS:
+                self._make_room(now)
+                key = _OTHERS if len(self._seen) > MAX_KEYS else key
             opens_at, left_out = self._seen.get(key, (now, 0))
             if now < opens_at:
                 self._seen[key] = (opens_at, left_out + 1)
                 return None
-            if len(self._seen) >= MAX_KEYS:
-                self._seen.clear()
             self._seen[key] = (now + self._every, 0)
             return left_out
+
+    def _make_room(self, now: float) -> None:
+        """Forget the keys that may speak again; what they left out is told with the next of the others."""
+        opens_at, left_out = self._seen.pop(_OTHERS, (now, 0))
+        if now >= opens_at:
+            left_out += sum(count for moment, count in self._seen.values() if now >= moment)
+            self._seen = {key: entry for key, entry in self._seen.items() if now < entry[0]}
+        self._seen[_OTHERS] = (opens_at, left_out)
 
 
 _limit = RateLimit()
