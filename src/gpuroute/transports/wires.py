@@ -206,7 +206,8 @@ class Wire:
     def abort(self) -> None:
         """Hang up while another thread may be waiting on the connection: it wakes up. Idempotent."""
         with suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
+            # Not TLS's own: that gives up encryption first, and what another thread sends then would go in the clear.
+            socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
 
     def get_extra_info(self, info: str) -> Any:
         """What httpcore's streams offer: `socket`, `ssl_object`, `client_addr`, `server_addr`, `is_readable`."""
