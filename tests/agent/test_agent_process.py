@@ -239,7 +239,7 @@ def test_an_engine_whose_model_nobody_names_is_ready_when_all_of_its_models_are(
     server.answer(200, path="/v2/health/live")
     server.answer(400, path="/v2/health/ready", count=1)
     server.answer(200, path="/v2/health/ready")
-    with AgentProcess("--url", server.url, "--engine", engine) as agent:
+    with AgentProcess("--url", server.url, "--engine", engine, "--drain", "0s") as agent:
         eventually(lambda: agent.state() == "ready", "all of its models are ready")
         agent.terminate()
         _, err = agent.process.communicate(timeout=90)

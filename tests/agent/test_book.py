@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import pytest
 
+from gpuroute.agent.answers import Replays
 from gpuroute.agent.book import EXPIRE_S, OVERTAKEN_S, Book, Sample
 from gpuroute.agent.desk import Desk
 
@@ -80,3 +83,16 @@ def test_a_bid_says_how_old_the_engines_own_counts_are() -> None:
     desk.sampled(Sample(100.0, running=3))
     assert desk.bid(1, 100, (), 100.4).age == pytest.approx(0.4)
     assert desk.bid(2, 100, (), 130.0).age == pytest.approx(30.0)
+
+
+def test_asks_that_are_never_taken_and_a_flood_of_takes_leave_an_agent_small() -> None:
+    """Its 60 MiB have room for 16 beside what a process takes in any case: asks hold hashes, takes are remembered."""
+    book, replays = Book(), Replays()
+    tracemalloc.start()
+    for number in range(50_000):
+        book.ask(number << 40, 5_000, tuple(range(number << 40, (number << 40) + 8)), 1.0)
+    for number in range(150_000):
+        replays.fresh(number << 50, 1_000_000 + number // 50, 1_000_000 + number // 50)
+    held = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert held < 16 * 2**20, f"{held / 2**20:.1f} MiB"

@@ -25,7 +25,7 @@ AHEAD_MS = 5_000
 RESTART_MS = 1_000
 """What was stamped that long before the first message of all may have been heard by our predecessor."""
 
-REMEMBERED = 100_000
+REMEMBERED = 50_000
 """Messages of one generation at most: if more arrive, the window in which messages are believed shrinks."""
 
 MAX_SOURCES = 65_536

@@ -24,7 +24,7 @@ EXPIRE_S = 3.0
 PATIENCE = 3.0  # a take waits for its tell that many times as long as its work and what was ahead should last
 PROGRESS = 0.9  # of the prompt under way, at most: what was not told is not done
 OVERTAKEN_S = 1.0  # more than messages overtake each other on the way
-MAX_ASKS = 20_000
+MAX_ASKS = 4_000  # a take follows its ask within milliseconds; each ask may hold half a KiB of hashes
 FOLLOWED = 4
 """While the engine itself says what it forgets, our own count of what fits is only a bound of memory: that many times."""
 

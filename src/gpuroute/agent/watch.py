@@ -121,9 +121,14 @@ class Watch:
         return judge(self.engine, reply.status, reply.body).meaning is Meaning.DRAINING
 
     @property
+    def counts(self) -> bool:
+        """True if the engine says how many requests run."""
+        return self.report.running is not None or self.report.in_flight is not None
+
+    @property
     def idle(self) -> bool:
-        """True if the engine says that nothing runs or waits (or says nothing at all)."""
-        return self.health.gone or not self.report.requests
+        """True if the engine says that nothing runs or waits, or is gone. To say nothing is not to be idle."""
+        return self.health.gone or (self.counts and not self.report.requests)
 
     def _saw(self, report: LoadReport, counters: Mapping[str, float], now: float) -> None:
         if report.requests is not None:
