@@ -107,8 +107,8 @@ class Life:
             self._record.update(endpoint)
 
     async def drain(self) -> bool:
-        """Take no more calls, and wait until those that run have ended; False if they had not in time. An engine that does
-        not say what runs is given all of that time."""
+        """Take no more calls, and wait until those that run have ended; False if they had not in time. An engine that
+        does not say what runs is given all of that time."""
         self.watch.draining = True
         now = time.monotonic()
         self.watch.settle(now)
