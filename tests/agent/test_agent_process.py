@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import subprocess
 import sys
 import urllib.error
@@ -20,6 +21,7 @@ from registry.etcd_server import EtcdCluster
 import gpuroute.httpx2
 from gpuroute.agent.desk import Desk
 from gpuroute.agent.register import Life, Rules
+from gpuroute.agent.warmup import warm_up
 from gpuroute.agent.watch import Watch
 from gpuroute.cli import main
 from gpuroute.cli.agent import _engines, add_parser
@@ -327,6 +329,14 @@ def test_numbers_that_make_no_sense_are_refused(
             main(["agent", f"{option}={value}"])
         assert caught.value.code == 2
         assert f"argument {option}: {value!r}: expected {accepted}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("model", ["gpu-model", "another"])
+def test_an_engine_that_serves_another_model_is_warned_of(model: str, caplog: pytest.LogCaptureFixture) -> None:
+    with GpuServer(time_scale=0.02, model="gpu-model") as server:
+        watch = Watch(server.url, engine_of("sglang"), Desk("gpu-0"), model=model)
+        asyncio.run(warm_up(watch, 0))
+    assert ("it serves gpu-model, and its record says another" in caplog.text) is (model == "another")
 
 
 def test_a_throttled_gpu_is_labelled_while_it_is_and_written_only_when_that_changes() -> None:

@@ -438,6 +438,22 @@ def test_what_is_not_kept_for_replay_is_lost(tmp_path: Path, eventually: Callabl
         assert feed.lost == 1
 
 
+def test_an_engine_that_dies_and_returns_is_followed_again(tmp_path: Path, eventually: Callable[..., None]) -> None:
+    with Publisher(tmp_path) as publisher, Follower(publisher.source) as feed:
+        publisher.wait_for_subscriber()
+        for number in range(3):
+            publisher.publish(stored(number))
+        eventually(lambda: len(feed.blocks) == 3, "it follows")
+        feed._desk.book.prefixes.add([1], 1_000)
+        publisher.__exit__()
+        with Publisher(tmp_path) as successor:
+            successor.wait_for_subscriber()
+            successor.publish(stored(9))
+            eventually(lambda: feed.restarts == 1, "numbers begin again")
+            eventually(lambda: feed.state is FeedState.FOLLOWING and len(feed.blocks) == 1, "and are followed")
+            assert len(feed._desk.book.prefixes) == 0, "its cache is empty"
+
+
 def test_a_replay_that_nobody_serves_is_not_waited_for_long(
     tmp_path: Path, eventually: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from gpuroute.agent.watch import Watch
+
+log = logging.getLogger("gpuroute.agent")
 
 PASSES = 50
 PASS_TIMEOUT_S = 60.0
@@ -31,7 +34,10 @@ async def warm_up(watch: Watch, passes: int, command: str = "", headers: Mapping
         return await _run(command, watch)
     if watch.engine.name not in SPEAKS_OPENAI:
         return ""
-    model = watch.model or await _first_model(watch.url, headers)
+    models = await _models(watch.url, headers)
+    model = watch.model or (models[0] if models else "default")
+    if models and model not in models:  # most servers take any name, and answer by what they have
+        log.warning("%s: it serves %s, and its record says %s", watch.desk.id, ", ".join(models[:3]), model)
     for number in range(passes):
         status = await _one_pass(watch.url, model, number, headers)
         if not 200 <= status < 300:
@@ -50,12 +56,12 @@ async def _one_pass(url: str, model: str, number: int, headers: Mapping[str, str
     return reply.status
 
 
-async def _first_model(url: str, headers: Mapping[str, str] | None) -> str:
+async def _models(url: str, headers: Mapping[str, str] | None) -> list[str]:
     reply = await fetch(url, "/v1/models", headers=headers)
     try:
-        return str(json.loads(reply.body)["data"][0]["id"])
+        return [str(one["id"]) for one in json.loads(reply.body)["data"]]
     except (ValueError, LookupError, TypeError, RecursionError):
-        return "default"
+        return []
 
 
 async def _run(command: str, watch: Watch) -> str:
