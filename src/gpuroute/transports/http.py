@@ -14,6 +14,7 @@ import asyncio
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 from gpuroute.errors import ConfigError, DeadlineExceeded, NoEndpointAvailable
 from gpuroute.transports.hedging import race_tasks, race_threads
@@ -111,7 +112,7 @@ class AsyncPrimitives(Routes):
             if known.is_closed():
                 self._by_loop.pop(known, None)
         pools = self._make_pools(loop)
-        guard = _until_loop_ends(pools)
+        guard = _until_loop_ends(ref(self), pools)
         # Its first step makes the loop know the generator, which the loop then closes when it ends.
         with suppress(StopIteration):
             guard.__anext__().send(None)
@@ -172,11 +173,17 @@ class AsyncPrimitives(Routes):
         self._by_loop = {}
 
 
-async def _until_loop_ends(pools: Pools) -> AsyncGenerator[None, None]:
+async def _until_loop_ends(owner: ref[AsyncPrimitives], pools: Pools) -> AsyncGenerator[None, None]:
+    """Close the connections of a loop that ends. One that goes on after its generators were shut down gets new ones."""
     try:
         yield
     finally:
+        transport = owner()
+        if transport is not None and pools.loop is not None:
+            transport._by_loop.pop(pools.loop, None)  # noqa: SLF001
         pools.close()
+        if pools.plain is not None:
+            await pools.plain.aclose()
 
 
 class Driver(Primitives):
