@@ -16,8 +16,10 @@ from registry.watching import Writer, eventually, quick, running
 
 from gpuroute import Router
 from gpuroute.cli import main
+from gpuroute.core.wire import encode
 from gpuroute.registry.clients import EtcdSeat, clients_prefix, count_clients
 from gpuroute.registry.etcd import EtcdRegistry
+from gpuroute.registry.etcd_client import EtcdClient, EtcdError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -272,3 +274,28 @@ def test_the_command_says_who_uses_what(config: EtcdConfig, writer: Writer, caps
         "clients": 1,
     }
     one.close()
+
+
+def test_a_place_is_counted_although_its_first_record_failed_or_somebody_removed_it(
+    config: EtcdConfig, writer: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lease lived, so nobody wrote the place again: its zone was one client short for as long as that lived."""
+    put, failed = EtcdClient.put, threading.Event()
+
+    def fail_once(self: EtcdClient, key: str, value: bytes, lease: int = 0) -> None:
+        if "/places/" in key and not failed.is_set():
+            failed.set()
+            raise EtcdError("etcd is busy")
+        put(self, key, value, lease)
+
+    monkeypatch.setattr(EtcdClient, "put", fail_once)
+    counted, numbered = seat(config, place=("eu", "a"), numbered=False), seat(config, place=("eu", "a"))
+    eventually(lambda: [one.seat and one.seat.in_zone for one in (counted, numbered)] == [2, 2], "both", SOON)
+    assert failed.is_set()
+    removed = writer.client.list(f"{config.prefix}/places/")[1]
+    for kv in removed:
+        writer.client._unary("KV/DeleteRange", encode((1, kv.key)))
+    eventually(lambda: len(writer.client.list(f"{config.prefix}/places/")[1]) == 2, "both again", SOON)
+    assert numbered.seat
+    assert numbered.seat.ordinal == 0
+    stop(counted, numbered)

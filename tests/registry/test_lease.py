@@ -215,6 +215,8 @@ def test_a_key_that_another_process_took_over_is_left_alone(config, writer: Writ
     assert stored(writer)["version"] == "2"
     assert stored(writer)["state"] == "warming"
     assert sum("another process" in line for line in lines) == 1
+    assert "left to the process" in lines[-1]
+    assert not [line for line in lines if line.startswith("removed")]
     new.close()
     assert not stored(writer)
 

@@ -110,7 +110,10 @@ def _is_path(location: str) -> bool:
 def _path(location: str) -> str:
     if not location.startswith("file:"):
         return location
-    parts = urlsplit(location)
+    try:
+        parts = urlsplit(location)
+    except ValueError:  # of a bracket that is never closed
+        parts = urlsplit("//?")
     if parts.netloc not in {"", "localhost"} or not parts.path.startswith("/") or parts.query or parts.fragment:
         raise ConfigError(f"registry {location!r}: expected file:///absolute/path.json or .toml")
     return unquote(parts.path)

@@ -49,7 +49,7 @@ def count_clients(config: EtcdConfig) -> int:
     client = EtcdClient(config)
     try:
         prefix = clients_prefix(config.prefix)
-        return client.count([prefix], prefix, 0)[0][0]
+        return client.count([prefix])[0][0]
     finally:
         client.close()
 
@@ -82,7 +82,8 @@ class EtcdSeat:
         places = f"{config.prefix}/places/"
         self._region = f"{places}{region}/"
         self._zone = f"{self._region}{zone}/"
-        self._counted = [self._prefix, *((self._zone, self._region, places) if any(place) else ())]
+        self._placed = any(place)
+        self._counted = [self._prefix, *((self._zone, self._region, places) if self._placed else ())]
         self._ttl = ttl
         self._every = every
         self._settle = settle
@@ -120,12 +121,13 @@ class EtcdSeat:
         """One round: the lease lives, the ordinal is ours and not out of range, and what changed is told."""
         if not self._lease or not self._client.keep_alive(self._lease):
             self._lease = self._client.grant(self._ttl)
-            if len(self._counted) > 1:
-                self._client.put(f"{self._zone}{self._lease & _64_BITS:x}", self._value(), self._lease)
-        counts, held = self._client.count(self._counted, self._key(self._ordinal or 0), self._lease)
-        if self.numbered and (self._ordinal is None or not held):
-            self._ordinal = self._claim(self._ordinal)
-            counts, _ = self._client.count(self._counted, self._key(self._ordinal), self._lease)
+        counts, held = self._client.count(self._counted, self._own(), self._lease)
+        if not held or (self.numbered and self._ordinal is None):
+            if self._placed:
+                self._client.put(self._place(), self._value(), self._lease)
+            if self.numbered:
+                self._ordinal = self._claim(self._ordinal)
+            counts, _ = self._client.count(self._counted)
         now = time.monotonic()
         if self._ordinal is not None:
             self._pack(self._ordinal, counts[0], now)
@@ -133,6 +135,11 @@ class EtcdSeat:
         if self.error:
             log.info("the seat below %s is kept again", self._prefix)
         self.error = None
+
+    def _own(self) -> list[str]:
+        """The keys that are to be there under our lease."""
+        places = [self._place()] if self._placed else []
+        return places if self._ordinal is None else [*places, self._key(self._ordinal)]
 
     def _claim(self, wanted: int | None) -> int:
         """An ordinal of our own: the one we had if it is free, else a low one.
@@ -203,6 +210,9 @@ class EtcdSeat:
             log.info("a seat below %s was not given up (%s); it goes with its lease", self._prefix, error)
         finally:
             self._client.close()
+
+    def _place(self) -> str:
+        return f"{self._zone}{self._lease & _64_BITS:x}"
 
     def _key(self, ordinal: int) -> str:
         return f"{self._prefix}{ordinal}"

@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc
@@ -21,7 +20,9 @@ from gpuroute.core.wire import WireError
 from gpuroute.errors import InvalidRecord
 from gpuroute.registry.clients import EtcdSeat, count_clients
 from gpuroute.registry.etcd_client import EtcdClient, EtcdError, retrying
+from gpuroute.registry.file import lasting
 from gpuroute.registry.publish import Publisher, log
+from gpuroute.registry.schema import shown
 from gpuroute.registry.snapshot import Keeper
 from gpuroute.registry.trtllm import DEFAULT_POOL, place_of, read_record
 from gpuroute.registry.view import View
@@ -37,7 +38,9 @@ if TYPE_CHECKING:
 
 RELIST_JITTER_S = 0.5  # a restarted etcd meets its clients spread over this long
 REFUSED_PAUSE_S = 5.0
-COALESCE_S = 0.05  # a burst of joins is delivered in so many slices, its first event at once
+COALESCE_S = 0.05  # a burst of joins is delivered in slices this long, its first event at once
+QUIET = 3.0  # and a slice lasts so many times what the last one took to deliver: calls need the processor too
+MAX_QUIET_S = 1.0
 
 
 class EtcdReader:
@@ -45,7 +48,7 @@ class EtcdReader:
 
     def __init__(self, config: EtcdConfig, *, snapshot_path: str | None = None, grace: float = 10.0) -> None:
         self.config = config
-        self.snapshot_path = Path(snapshot_path) if snapshot_path else None
+        self.snapshot_path = lasting(snapshot_path) if snapshot_path else None
         self.grace = grace
 
     def subscribe(self, on_change: Callable[[Fleet], None]) -> EtcdSubscription:
@@ -177,7 +180,7 @@ class EtcdSubscription:
     def _translated(self, key: str, value: bytes) -> tuple[str, Record]:
         """Where a record of another dialect belongs, and what it says; a bad one stays where it was."""
         try:
-            record = read_record(f"{self._prefix}{key}", value)
+            record = read_record(shown(f"{self._prefix}{key}"), value)
         except InvalidRecord as error:
             return self._places.get(key, f"{DEFAULT_POOL}/endpoints/{key}"), error
         return place_of(key, record), record
@@ -189,7 +192,8 @@ class EtcdSubscription:
         if now >= self._quiet_until:
             self._dirty = False
             if self._publisher.publish(self._view, now):
-                self._quiet_until = now + COALESCE_S
+                after = time.monotonic()
+                self._quiet_until = after + min(MAX_QUIET_S, max(COALESCE_S, QUIET * (after - now)))
         if self._publisher.fleet is not None:
             self._keeper.keep(self._publisher.fleet, now)
 
@@ -210,11 +214,13 @@ class EtcdSubscription:
         """Take the view from the snapshot, or return why not."""
         try:
             found = self._keeper.load()
+            if found is not None:
+                self._view.replace(found.records, time.monotonic())
+                self._publisher.as_of = found.as_of
         except (OSError, InvalidRecord) as error:
             return f"; {error}"
-        if found is not None:
-            self._view.replace(found.records, time.monotonic())
-            self._publisher.as_of = found.as_of
+        except Exception as error:  # whatever a damaged file leads to must not end this thread
+            return f"; the snapshot cannot be used: {error!r}"
         return ""
 
 

@@ -11,7 +11,6 @@ Measured on grpcio 1.60 to 1.85: only `http2.ping_timeout_ms` bounds the wait fo
 from __future__ import annotations
 
 from inspect import unwrap
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -19,6 +18,7 @@ import tenacity
 
 from gpuroute.core.wire import Message, encode
 from gpuroute.errors import RegistryError
+from gpuroute.forms import read_pem
 from gpuroute.registry.etcd_watch import KeyValue, WatchStream
 
 if TYPE_CHECKING:
@@ -117,12 +117,12 @@ class EtcdClient:
         delete = encode((3, encode((1, instead_of)))) if instead_of else None
         return bool(self._unary("KV/Txn", encode((1, compare), (2, put), (2, delete))).integer(2))
 
-    def count(self, prefixes: Sequence[str], own: str, lease: int) -> tuple[Sequence[int], bool]:
-        """How many keys there are under each prefix, and whether the key `own` is there under this lease."""
-        compare = encode((1, _EQUAL), (2, _LEASE), (3, own), (8, lease))
+    def count(self, prefixes: Sequence[str], own: Sequence[str] = (), lease: int = 0) -> tuple[Sequence[int], bool]:
+        """How many keys there are under each prefix, and whether all keys `own` are there under this lease."""
+        compares = [(1, encode((1, _EQUAL), (2, _LEASE), (3, key), (8, lease))) for key in own]
         sizes = [encode((1, encode((1, prefix), (2, _after(prefix)), (9, True)))) for prefix in prefixes]
         either = [(number, size) for number in (2, 3) for size in sizes]
-        answer = self._unary("KV/Txn", encode((1, compare), *either))
+        answer = self._unary("KV/Txn", encode(*compares, *either))
         return [part.message(1).integer(4) for part in answer.messages(3)], bool(answer.integer(2))
 
     def grant(self, ttl: float) -> int:
@@ -192,7 +192,7 @@ class EtcdClient:
         if self._channel is None:
             try:
                 self._channel = _open(self.config, self.member)
-            except OSError as error:
+            except (OSError, ValueError) as error:
                 raise EtcdError(f"etcd {self.member}: {error}") from None
         return self._channel
 
@@ -221,8 +221,8 @@ def _open(config: EtcdConfig, member: str) -> grpc.Channel:
     insecure, secure = unwrap(grpc.insecure_channel), unwrap(grpc.secure_channel)
     if not config.tls:
         return insecure(member, options=options)  # type: ignore[no-any-return]
-    pem = [Path(path).read_bytes() if path else None for path in (config.ca, config.key, config.cert)]
-    return secure(member, grpc.ssl_channel_credentials(*pem), options=options)  # type: ignore[no-any-return]
+    ca, key, cert = map(read_pem, (config.ca, config.key, config.cert))
+    return secure(member, grpc.ssl_channel_credentials(ca, key, cert), options=options)  # type: ignore[no-any-return]
 
 
 def _after(prefix: str) -> bytes:

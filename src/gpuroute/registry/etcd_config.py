@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import ipaddress
 import random
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from gpuroute.errors import ConfigError
 from gpuroute.forms import Secret
+from gpuroute.registry.file import lasting
 from gpuroute.registry.trtllm import PREFIX as TRTLLM_PREFIX
 
 if TYPE_CHECKING:
@@ -71,16 +72,20 @@ class EtcdConfig:
 
         Options are the other fields; None as if absent, and the password may be plain text.
         """
-        parts = urlsplit(url)
-        if "@" in parts.netloc:
+        before, _, rest = url.partition("://")  # not by urlsplit, which knows of one host in brackets only
+        netloc, slash, path = rest.partition("/")
+        if "@" in netloc:
             raise ConfigError("etcd URL with credentials: set GPUROUTE_ETCD_USER and GPUROUTE_ETCD_PASSWORD instead")
-        members = tuple(_member(text.strip(), url) for text in parts.netloc.split(","))
-        scheme = _SCHEMES.fullmatch(parts.scheme)
+        members = tuple(_member(text.strip(), url) for text in netloc.split(","))
+        scheme = _SCHEMES.fullmatch(before.lower())
         dialect = (scheme[2] or "") if scheme else ""
-        prefix = parts.path.rstrip("/") or (TRTLLM_PREFIX if dialect else DEFAULT_PREFIX)
-        if scheme is None or parts.query or parts.fragment or not prefix.isprintable():
+        prefix = f"{slash}{path}".rstrip("/") or (TRTLLM_PREFIX if dialect else DEFAULT_PREFIX)
+        if scheme is None or "?" in rest or "#" in rest or not prefix.isprintable():
             raise ConfigError(f"registry {url!r}: expected {ACCEPTS}")
         given = {name: value for name, value in options.items() if value is not None}
+        for name in ("ca", "cert", "key"):
+            if given.get(name):  # read again at each connect, wherever the process is by then
+                given[name] = str(lasting(given[name]))
         if isinstance(given.get("password"), str):
             given["password"] = Secret(given["password"])
         return cls(members=members, dialect=dialect, prefix=prefix, tls=bool(scheme[1]), **given)
@@ -89,6 +94,14 @@ class EtcdConfig:
 def _member(text: str, url: str) -> str:
     match = _MEMBER.fullmatch(text)
     port = int((match[2] or ":2379")[1:]) if match else 0
-    if match is None or not 0 < port < 65_536:
+    if match is None or not 0 < port < 65_536 or (match[1][0] == "[" and not _is_ipv6(match[1][1:-1])):
         raise ConfigError(f"registry {url!r}: bad member {text!r}; expected {ACCEPTS}")
     return f"{match[1]}:{port}"
+
+
+def _is_ipv6(text: str) -> bool:
+    try:
+        ipaddress.IPv6Address(text)
+    except ValueError:
+        return False
+    return True

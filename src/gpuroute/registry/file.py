@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from gpuroute.core.fleet import Fleet
 
-SETTLED_S = 1.0
+SETTLED_S = 2.0  # the longest tick of a file system's clock
 FILE_GRACE_S = 2.0
 
 
@@ -34,7 +34,7 @@ class FileRegistry:
     """
 
     def __init__(self, path: str | Path, *, poll: float = 0.5, grace: float = FILE_GRACE_S) -> None:
-        self.path = Path(path)
+        self.path = lasting(path)
         self.poll = poll
         self.grace = grace
 
@@ -52,6 +52,8 @@ class FileSubscription:
         self._view = View(grace=registry.grace, where=f"{registry.path}: ")
         self._publisher = Publisher(on_change, f"file://{registry.path.absolute()}")
         self._seen: object = None
+        self._seen_at = 0.0  # when it was first found so
+        self._settled = False
         self._stop = threading.Event()
         self._look()
         self._thread = threading.Thread(target=self._run, name="gpuroute-file", daemon=True)
@@ -83,6 +85,8 @@ class FileSubscription:
             self._read_if_changed()
         except (OSError, InvalidRecord) as error:
             self._publisher.trouble(str(error))
+        except Exception as error:  # whatever a file leads to must not end the polling
+            self._publisher.trouble(f"{self._path}: {error!r}")
         if not self._publisher.error:
             self._publisher.as_of = time.time()
         if self._publisher.as_of is not None:
@@ -93,13 +97,16 @@ class FileSubscription:
         status = self._path.stat()
         if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):  # to read a pipe may take for ever
             raise InvalidRecord(f"{self._path}: is no regular file; accepted: one that can be read again")
-        seen = status.st_mtime_ns, status.st_size, status.st_ino
+        seen = status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino, status.st_dev
+        now = time.monotonic()
         if seen != last:
-            self._view.replace(document_records(_read(self._path), str(self._path)), time.monotonic())
+            self._seen_at, self._settled = now, False
+        if not self._settled:
+            self._view.replace(document_records(_read(self._path), str(self._path)), now)
             self._publisher.trouble(None)
-        # A file that has just been written may be written again without a change of these three.
-        if time.time() - status.st_mtime > SETTLED_S:
-            self._seen = seen
+        # Within a tick of its file system's clock, whatever that clock says, a file may change without a sign.
+        self._settled = now - self._seen_at > SETTLED_S
+        self._seen = seen
 
 
 def _read(path: Path) -> object:
@@ -108,3 +115,11 @@ def _read(path: Path) -> object:
         return tomllib.loads(data.decode()) if path.suffix == ".toml" else json.loads(data)
     except (ValueError, RecursionError) as error:
         raise InvalidRecord(f"{path}: {error or 'too deep'}; accepted: JSON, or TOML in a .toml file") from None
+
+
+def lasting(path: str | Path) -> Path:
+    """The path as it is to be understood from now on, also when the process changes its directory, as daemons do."""
+    try:
+        return Path(path).absolute()
+    except OSError:  # the present directory is gone
+        return Path(path)

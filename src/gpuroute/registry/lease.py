@@ -149,11 +149,12 @@ class LeasedKey:
 
     def _leave(self) -> None:
         try:
+            owned = self._owned
             if self._lease and self._last is not None:
-                self._client.put_own(self.key, self._last, self._lease)
+                owned = self._client.put_own(self.key, self._last, self._lease)
             if self._lease:
                 self._client.revoke(self._lease)
-                self._report(f"removed {self.key}")
+                self._report(f"removed {self.key}" if owned else f"{self.key} is left to the process that has it now")
         except EtcdError as error:
             self._report(f"{self.key} was not removed ({error}); it goes when its lease ends, within {self._ttl:g} s")
         finally:

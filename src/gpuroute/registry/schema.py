@@ -31,6 +31,7 @@ T = TypeVar("T")
 MAX_BYTES = 65_536
 MAX_TEXT = 2_048
 MAX_WEIGHT = 1e6
+MAX_SHOWN = 400  # of a key: a pool and an id that are valid, and a prefix
 ID_ACCEPTS = "1 to 253 of A-Z a-z 0-9 . _ : @ + ~ [ ] -"
 
 _POOL = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
@@ -105,7 +106,7 @@ def _price(value: Any) -> float:
 
 
 def _formed(parse: Callable[[str], T], text: str) -> T:
-    """What a form of the settings makes of a text; its own complaint would quote it."""
+    """What a parser makes of a text; its own complaint would quote it."""
     try:
         return parse(text)
     except ValueError:
@@ -150,10 +151,8 @@ def _headers(value: Any) -> Mapping[str, str]:
 def _url(*schemes: str, port: bool = False) -> _Row:
     def read(value: Any) -> str:
         text = _text(value)
-        _need(
-            text.isascii() and " " not in text, "has characters that belong in no URL"
-        )  # before urlsplit, whose errors quote it
-        parts = urlsplit(text)
+        _need(text.isascii() and " " not in text, "has characters that belong in no URL")
+        parts = _formed(urlsplit, text)
         _need(parts.scheme in schemes, "has another scheme")
         _need("@" not in parts.netloc, "holds credentials (use headers)")
         _need(parts.hostname, "has no host")
@@ -342,6 +341,12 @@ def check_pool(name: str, key: str) -> str:
     if not _POOL.fullmatch(name):
         raise InvalidRecord(f"{key}: bad pool name {name[:80]!r}; accepted: [a-z0-9][a-z0-9._-]{{0,62}}")
     return name
+
+
+def shown(key: str) -> str:
+    """A key as messages show it: anybody's bytes, but on one line and without an end that never comes."""
+    text = key if key.isprintable() else repr(key)[1:-1]
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 def valid_id(ident: str) -> bool:

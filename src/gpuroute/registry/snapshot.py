@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 SAVE_INTERVAL_S = 5.0
 SAVE_AGAIN_S = 600.0  # though nothing changed: its age tells how long the registry has been away
+MAX_AS_OF = 1e12
 LEFTOVER_S = 60.0  # a sibling that old belongs to a writer that was killed
 
 
@@ -92,8 +93,10 @@ def load(path: Path, *, source: str) -> Snapshot:
             raise InvalidRecord(f"snapshot {path}: is not JSON; it is ignored") from None
     records = document_records(document, f"snapshot {path}")
     as_of = document.get("as_of")
-    if document.get("source") != source or not isinstance(as_of, (int, float)):
+    if document.get("source") != source:
         raise InvalidRecord(f"snapshot {path}: is of another registry than {source}; it is ignored")
+    if type(as_of) not in {int, float} or not 0 <= as_of < MAX_AS_OF:
+        raise InvalidRecord(f"snapshot {path}: does not say since when it is true; it is ignored")
     return Snapshot(records, float(as_of))
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 DEFAULT_POOL = "default"
 ACCEPTS = "POOL=URL,URL;POOL2=URL, or URL,URL for the pool `default`"
-_POOL_PREFIX = re.compile(r"\s*([^=:/,;]*?)\s*=(.*)", re.DOTALL)
+_POOL_PREFIX = re.compile(r"\s*((?:(?!://)[^=,;@])*?)\s*=(.*)", re.DOTALL)
 
 
 class StaticRegistry:
@@ -43,6 +43,8 @@ class StaticRegistry:
             if name in pools:
                 raise ConfigError(f"registry: pool {name} is given twice; expected {ACCEPTS}")
             pools[name] = [url for url in map(str.strip, urls.split(",")) if url]
+            if any(map(_POOL_PREFIX.fullmatch, pools[name])):
+                raise ConfigError(f"registry: {name}: a pool begins after `,`; expected {ACCEPTS}")
         if not pools:
             raise ConfigError(f"registry: no endpoint is given; expected {ACCEPTS}")
         return cls(pools)

@@ -5,7 +5,8 @@ A registry fault must not become an outage of the fleet, so three rules stand be
 * a record that turned bad keeps its last good form, as long as its key exists;
 * endpoints of which too many vanished within `grace` seconds (more than half of those that took calls, and more than
   two; or all of them) stay in view for that long. Draining endpoints may leave at any time: they had announced it;
-* a pool that was seen once stays a pool, if an empty one: its callers get "no endpoint", not "no such pool".
+* a pool that was seen once stays a pool, if an empty one: its callers get "no endpoint", not "no such pool" (up to
+  `MAX_GONE` of them, then the longest gone is forgotten).
 
 Keys are relative to the registry's prefix: `{pool}/endpoints/{id}` and `{pool}/config`; others are ignored. Not
 thread-safe: a subscription's one thread owns it. No clock: `now` is any steady clock in seconds.
@@ -28,6 +29,7 @@ from gpuroute.registry.schema import (
     endpoint_record,
     parse_config,
     parse_endpoint,
+    shown,
     valid_id,
 )
 from gpuroute.registry.unread import slips, unread
@@ -39,12 +41,13 @@ if TYPE_CHECKING:
 
 MAX_LEAVING = 2  # that few may leave together: a rolling restart, a scale-down
 MAX_SHARE = 0.5
+MAX_GONE = 1_000  # pools of which only the name is left
 
 
 class _Pool:
     """One pool: what the registry says of it, and whoever vanished of late."""
 
-    __slots__ = ("config", "endpoints", "name", "spec", "vanished", "warnings")
+    __slots__ = ("config", "endpoints", "left_at", "name", "spec", "vanished", "warnings")
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -53,6 +56,7 @@ class _Pool:
         self.config = PoolConfig()
         self.spec: PoolSpec | None = None
         self.warnings: tuple[str, ...] = ()
+        self.left_at = 0.0  # when a record of it last went
 
     def remove(self, ident: str, now: float) -> None:
         endpoint = self.endpoints.pop(ident, None)
@@ -102,7 +106,7 @@ class View:
         self.where = where
         self.problems: dict[str, str] = {}
         self._unread: dict[str, list[str]] = {}
-        self._records: dict[str, Record] = {}
+        self._records: dict[str, bytes | str] = {}
         self._pools: dict[str, _Pool] = {}
 
     def replace(self, records: Mapping[str, Record], now: float) -> None:
@@ -114,9 +118,10 @@ class View:
 
     def put(self, key: str, record: Record) -> None:
         """Take over one record: bytes of JSON, or the object itself, or the InvalidRecord that it led to."""
-        if key in self._records and self._records[key] == record:
+        said = record if isinstance(record, bytes) else repr(record)  # in Python, 1 and true are equal
+        if self._records.get(key) == said:
             return
-        self._records[key] = record
+        self._records[key] = said
         try:
             self._read(key, record)
             self.problems.pop(key, None)
@@ -135,10 +140,25 @@ class View:
             pool.remove(ident, now)
         elif pool is not None and kind == "config":
             pool.config, pool.spec = PoolConfig(), None
+        if pool is not None:
+            pool.left_at = now
 
     def pools(self, now: float) -> Mapping[str, PoolSpec]:
         """Every pool as it shall be shown; the spec of a pool that did not change is the same object as before."""
-        return {name: pool.show(now, self.grace) for name, pool in sorted(self._pools.items())}
+        shown_pools = {name: pool.show(now, self.grace) for name, pool in sorted(self._pools.items())}
+        for name in self._too_many_gone():
+            del self._pools[name], shown_pools[name]
+        return shown_pools
+
+    def _too_many_gone(self) -> list[str]:
+        """Who makes a pool for each job must not make every view longer than the one before."""
+        gone = [pool for pool in self._pools.values() if not ((pool.spec and pool.spec.endpoints) or self._said(pool))]
+        gone.sort(key=lambda pool: pool.left_at)
+        return [pool.name for pool in gone[: max(0, len(gone) - MAX_GONE)]]
+
+    def _said(self, pool: _Pool) -> bool:
+        """Whether there is a record of the pool."""
+        return bool(pool.endpoints) or f"{pool.name}/config" in self._records
 
     def warnings(self) -> tuple[str, ...]:
         """What is odd but used, as of the last `pools`."""
@@ -153,7 +173,7 @@ class View:
             texts = [text for text in self._unread[key] if (key.partition("/")[0], text) not in told]
             told.update((key.partition("/")[0], text) for text in texts)
             if texts:
-                found[key] = f"{self.where}{key}: {'; '.join(texts)}"
+                found[key] = f"{shown(self.where + key)}: {'; '.join(texts)}"
         return found
 
     def due(self) -> float:
@@ -167,7 +187,7 @@ class View:
         name, kind, ident = _parts(key)
         if kind not in {"endpoints", "config"}:
             return
-        named = self.where + key
+        named = shown(self.where + key)
         check_pool(name, named)
         value = decode(record, named) if isinstance(record, bytes) else record
         pool = self._pools.get(name) or _Pool(name)
@@ -205,11 +225,13 @@ def document_records(document: object, where: str) -> dict[str, Record]:
     for name, pool in pools.items():
         endpoints = pool.get("endpoints", []) if isinstance(pool, Mapping) else None
         if not isinstance(endpoints, list):
-            raise InvalidRecord(f"{where}: pool {name}: accepted: an object of `endpoints` (a list) and `config`")
+            raise InvalidRecord(
+                f"{where}: pool {shown(str(name))}: accepted: an object of `endpoints` (a list) and `config`"
+            )
         config = pool.get("config")
         records[f"{name}/config"] = {} if config is None else config
         if text := unread(pool, ("endpoints", "config")):
-            records[f"{name}/"] = InvalidRecord(f"{where}: pool {name}: {text}")
+            records[f"{name}/"] = InvalidRecord(f"{where}: pool {shown(str(name))}: {text}")
         for number, item in enumerate(endpoints, 1):
             _add(records, str(name), number, {"url": item} if isinstance(item, str) else item)
     return records
@@ -223,9 +245,12 @@ def _add(records: dict[str, Record], pool: str, number: int, item: object) -> No
     fine = valid_id(ident) and (not stated or type(given) in {str, int})
     key = f"{pool}/endpoints/{ident if fine else f'item-{number}'}"
     if stated and not fine:
-        item = InvalidRecord(f"{key}: bad id; accepted: {ID_ACCEPTS}")
+        item = InvalidRecord(f"{shown(key)}: bad id; accepted: {ID_ACCEPTS}")
     if key in records:
-        key, item = f"{key}#{number}", InvalidRecord(f"{key}: item {number} repeats this id; the first one is used")
+        key, item = (
+            f"{key}#{number}",
+            InvalidRecord(f"{shown(key)}: item {number} repeats this id; the first one is used"),
+        )
     records[key] = item
 
 
