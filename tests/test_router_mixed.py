@@ -38,6 +38,18 @@ def make(*endpoints: Endpoint, **settings: object) -> tuple[FakeRegistry, Router
     return registry, Router(registry, policy="p2c", **settings)
 
 
+def test_what_was_counted_stays_counted_when_a_part_of_a_pool_has_nobody_left() -> None:
+    """A counter that falls is read as a restart, and all that is left of it as new."""
+    registry, router = make(*HTTP, *GRPC)
+    with router:
+        for protocol in ("http", "grpc"):
+            router.call("llm", protocol=protocol)
+        counted = sum(pool.shared.signals.calls for pool in router.pools())
+        for left in (HTTP, GRPC, [], [*HTTP, *GRPC]):
+            registry.set({"llm": left})
+            assert sum(pool.shared.signals.calls for pool in router.pools()) == counted == 2
+
+
 def test_the_scheme_says_the_protocol() -> None:
     assert Endpoint("a", "grpcs://a:1").protocol == Endpoint("a", "grpc://a:1", protocol="http").protocol == "grpc"
     assert Endpoint("a", "http://a:1").protocol == "http"

@@ -122,8 +122,8 @@ class Pools:
         return any(self._subset_mode(spec) != "off" for spec in fleet.pools.values())
 
     def all(self) -> tuple[Pool, ...]:
-        """Each of them once."""
-        return tuple(pool for part in self._parts.values() for pool in part.values())
+        """Each of them once, also those that nobody of their protocol is left in: their counters must not fall."""
+        return (*(pool for part in self._parts.values() for pool in part.values()), *self._resting.copy().values())
 
     def views(self, now: float) -> dict[str, PoolView]:
         """What is known of each, for people."""

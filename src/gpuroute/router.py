@@ -370,7 +370,7 @@ class Router:
         return self._closed
 
     def pools(self) -> tuple[Pool, ...]:
-        """The pools of the present view; one with endpoints of both protocols is two of that name. Never blocks."""
+        """The pools; one that has, or had, endpoints of both protocols is two of that name. Never blocks."""
         return self._pools.all()
 
     def resolve(self, model: str) -> str:

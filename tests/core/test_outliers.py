@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stage import ERROR_500, OK, Answer, Stage
+from stage import ERROR_500, OK, Answer, Stage, endpoints
 
 from gpuroute.core.breaker import BreakerRules
+from gpuroute.core.outcome import Outcome
 from gpuroute.core.outliers import OutlierRules
 from gpuroute.core.state import EJECTION
 from gpuroute.errors import ConfigError
@@ -82,6 +83,59 @@ def test_what_comes_back_ramps() -> None:
     stage.drive(lambda _: OK)
     assert ejected(stage) == set()
     assert stage.pool.shared.ramping == {stage.state("gpu-0")}
+
+
+@pytest.mark.parametrize("how", ["drained", "unlisted"])
+def test_what_was_mended_and_comes_back_is_not_judged_by_what_it_did_before(how: str) -> None:
+    stage = Stage(4, policy="round_robin", breaker=NO_BREAKER, outliers=OutlierRules(min_calls=5, max_share=0.0))
+    serve(stage, {"gpu-0": 0.9})
+    away = endpoints({f"gpu-{n}": float(n > 0) for n in range(4)})
+    stage.update(away if how == "drained" else away[1:])
+    serve(stage, {})
+    stage.pool.outliers.rules = RULES
+    stage.update(4)
+    for _ in range(3):
+        serve(stage, {})
+        assert ejected(stage) == set()
+
+
+def test_a_newcomer_is_judged_by_its_first_interval() -> None:
+    stage = Stage(3, policy="round_robin", breaker=NO_BREAKER, outliers=RULES)
+    serve(stage, {})
+    stage.update(4)
+    serve(stage, {"gpu-3": 1.0})
+    assert ejected(stage) == {"gpu-3"}
+
+
+def answer_in(stage: Stage, seconds: dict[str, float], calls: int) -> None:
+    """An interval in which these endpoints, and no others, answer so many calls each after so long."""
+    for name, slow in seconds.items():
+        for _ in range(calls):
+            attempt = stage.state(name).acquire(stage.clock())
+            if attempt is not None:
+                attempt.first_token(stage.clock() + slow)
+                attempt.finish(Outcome.SUCCESS, stage.clock() + slow)
+    stage.clock.advance(10.01)
+    stage.drive(lambda _: OK)
+
+
+def test_slowness_is_no_more_than_what_was_seen_since() -> None:
+    stage = Stage(4, outliers=OutlierRules(min_calls=5, interval_s=10.0, slow_sweeps=3))
+    usual = {f"gpu-{n}": 0.1 for n in range(1, 4)}
+    answer_in(stage, {**usual, "gpu-0": 5.0}, 10)
+    for _ in range(6):
+        answer_in(stage, usual, 10)  # nobody calls gpu-0
+        assert ejected(stage) == set()
+
+
+def test_what_was_slow_and_is_quick_again_is_ejected_once() -> None:
+    stage = Stage(4, outliers=OutlierRules(min_calls=5, interval_s=10.0, slow_sweeps=3))
+    usual = {f"gpu-{n}": 0.1 for n in range(1, 4)}
+    while "gpu-0" not in ejected(stage):
+        answer_in(stage, {**usual, "gpu-0": 5.0}, 10)
+    for _ in range(30):
+        answer_in(stage, {**usual, "gpu-0": 0.1}, 4)
+    assert stage.pool.shared.signals.ejections == 1
 
 
 @settings(max_examples=60, deadline=None)

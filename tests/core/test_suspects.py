@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from stage import Stage
+from stage import Stage, endpoints
 
 from gpuroute.core.candidates import Ask
 from gpuroute.core.pool import Pool
@@ -60,3 +60,31 @@ def test_a_whole_silent_fleet_is_not_gone_through_one_by_one(hung: int, monkeypa
     assert attempt is not None
     assert len(picks) <= 5
     assert hung == 200 or attempt.endpoint.id == "gpu-199"
+
+
+@pytest.mark.parametrize("how", ["drained", "unlisted"])
+def test_silence_at_endpoints_that_have_left_does_not_count_as_saturation(how: str) -> None:
+    """Two of five hang and are taken out; what ran there stalls only then. A third one that hangs must still be seen."""
+    stage = Stage(5)
+    silent(stage, 0, 1)
+    waiting = [next(iter(state.in_flight)) for state in stage.pool.snapshot.states[:2]]
+    stays = {f"gpu-{n}": float(n > 1) for n in range(5)}
+    stage.update(endpoints(stays) if how == "drained" else [f"gpu-{n}" for n in range(2, 5)])
+    for attempt in waiting:
+        stage.pool.stalled(attempt, stage.clock())
+    stage.clock.advance(60.0)
+    stage.pool.wake(stage.clock())
+    call = stage.call()
+    assert call.patience(call.next_attempt(stage.clock())) < 60.0
+
+
+def test_silence_before_an_endpoint_was_drained_does_not_count_as_saturation() -> None:
+    stage = Stage(5)
+    silent(stage, 0, 1)
+    for state in stage.pool.snapshot.states[:2]:
+        stage.pool.stalled(next(iter(state.in_flight)), stage.clock())
+    stage.update(endpoints({f"gpu-{n}": float(n > 1) for n in range(5)}))
+    stage.clock.advance(60.0)
+    stage.pool.wake(stage.clock())
+    call = stage.call()
+    assert call.patience(call.next_attempt(stage.clock())) < 60.0

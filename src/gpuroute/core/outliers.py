@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
+from gpuroute.core.history import LogMean
 from gpuroute.core.state import EJECTION
 from gpuroute.errors import ConfigError
 
@@ -53,13 +54,12 @@ class OutlierRules:
 
 
 class Record:
-    """What one endpoint did since the last sweep, and its past ejections."""
+    """What one endpoint had done at the last sweep (`timed`: first tokens), and its past ejections."""
 
-    __slots__ = ("failed", "served", "slow", "times")
+    __slots__ = ("failed", "served", "slow", "timed", "times")
 
     def __init__(self) -> None:
-        self.served = 0
-        self.failed = 0
+        self.served = self.failed = self.timed = 0
         self.slow = 0
         self.times = 0
 
@@ -67,10 +67,11 @@ class Record:
 class Outliers:
     """Judges one pool, at most every `interval_s`. The pool locks."""
 
-    __slots__ = ("_records", "due_at", "rules")
+    __slots__ = ("_records", "_swept_at", "due_at", "rules")
 
     def __init__(self, rules: OutlierRules, now: float = 0.0) -> None:
         self.rules = rules
+        self._swept_at = now
         self.due_at = now + rules.interval_s if rules.interval_s else math.inf
         self._records: dict[str, Record] = {}
 
@@ -78,8 +79,8 @@ class Outliers:
         """Eject the outliers among `states` and return them; O(number of endpoints)."""
         self.due_at = now + self.rules.interval_s
         pool.learn()
-        live = {state.id for state in states}
-        self._records = {key: record for key, record in self._records.items() if key in live}
+        self._records = {state.id: self._record(state) for state in states}
+        self._swept_at = now
         suspects = self._unhealthy(states) | self._slow(states)
         return [state for state in sorted(suspects, key=lambda state: state.id) if self.eject(state, states, pool, now)]
 
@@ -92,8 +93,10 @@ class Outliers:
         if not self._room_for(state, states):
             pool.signals.ejections_unenforced += 1
             return False
-        record = self._records.setdefault(state.id, Record())
+        record = self._records[state.id] = self._record(state)
         record.times += 1
+        if record.slow >= self.rules.slow_sweeps and state.history is not None:
+            state.history.ttft, record.timed = LogMean(), 0  # once it is back, only what it does then counts
         record.slow = 0
         spread = 0.9 + 0.2 * pool.random()
         seconds = seconds or min(self.rules.base_s * record.times, self.rules.max_s)
@@ -101,10 +104,20 @@ class Outliers:
         pool.signals.ejections += 1
         return True
 
+    def _record(self, state: EndpointState) -> Record:
+        """Its record. Who was here before but was not judged, drained or unlisted, is not judged by what it did then."""
+        record = self._records.get(state.id)
+        if record is None:
+            record = Record()
+            if state.joined_at < self._swept_at:
+                record.served, record.failed = state.served, state.failed
+                record.timed = state.history.ttft.count if state.history is not None else 0
+        return record
+
     def _unhealthy(self, states: Sequence[EndpointState]) -> set[EndpointState]:
         rates: dict[EndpointState, float] = {}
         for state in states:
-            record = self._records.setdefault(state.id, Record())
+            record = self._records[state.id]
             served, failed = state.served - record.served, state.failed - record.failed
             record.served, record.failed = state.served, state.failed
             if served >= self.rules.min_calls:
@@ -130,11 +143,19 @@ class Outliers:
         for cohort in cohorts.values():
             bound = median(cohort.values()) + math.log(self.rules.slow_factor)
             for state, mean in cohort.items():
+                if not self._timed_since(state) or EJECTION in state.caps:
+                    continue
                 record = self._records[state.id]
                 record.slow = record.slow + 1 if len(cohort) >= 3 and mean > bound else 0
                 if record.slow >= self.rules.slow_sweeps:
                     found.add(state)
         return found
+
+    def _timed_since(self, state: EndpointState) -> bool:
+        """Whether it has had a first token since the last sweep; that is noted."""
+        record, timed = self._records[state.id], state.history.ttft.count if state.history is not None else 0
+        before, record.timed = record.timed, timed
+        return timed != before
 
     def _room_for(self, state: EndpointState, states: Sequence[EndpointState]) -> bool:
         """One always stays; one may always go; beyond that, no more than `max_share` of the capacity."""

@@ -104,17 +104,13 @@ class Pool:
         self.rules, self.spec = rules, spec
         states, cold = self.survivors.adopt(spec.endpoints, now, rules.max_in_flight)
         self.snapshot = Snapshot(
-            states,
-            policy=rules.policy,
-            random=self.shared.random,
-            placements=self.placements,
-            ring=before.picker.ring,
+            states, policy=rules.policy, random=self.shared.random, placements=self.placements, ring=before.picker.ring
         )
         self.shared.predicts = isinstance(self.snapshot.picker, Soonest) or rules.hedge.reroute
         self.shared.learn()
         self.shared.ranks = self.shared.predicts or rules.policy in BY_LATENCY
         self.blank = None if rules.policy in READ_REPORTS else NOTHING_ASKED
-        self.shared.stalling.intersection_update(self.snapshot.states)
+        self.shared.stalling.intersection_update(self.snapshot.routable)
         self.shared.wake_at = min(self.shared.wake_at, self.outliers.due_at)
         if before.states:  # endpoints that were there before this process are as warm as they get
             for state in cold:
@@ -189,9 +185,12 @@ class Pool:
         """
         state, rules = attempt.state, self.rules.watchdog
         self.shared.learn()
-        if (state.outpaced() if outpaced else state.stalled(attempt, now)) >= rules.eject_after and rules.enabled:
+        stalls = state.outpaced() if outpaced else state.stalled(attempt, now)
+        if self.snapshot.kit.by_id.get(state.id) is not state:  # it has left, or was drained
+            self.shared.stalling.discard(state)
+        elif stalls >= rules.eject_after and rules.enabled:
             with self.lock:
-                self.outliers.eject(attempt.state, self.snapshot.routable, self.shared, now, rules.eject_s)
+                self.outliers.eject(state, self.snapshot.routable, self.shared, now, rules.eject_s)
 
     def work(self, tokens: int) -> float:
         """How much a call of this size weighs in the budgets: 1 for the usual size, within 0.1 .. 10."""
