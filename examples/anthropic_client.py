@@ -1,4 +1,4 @@
-"""The Anthropic SDK, asynchronous, against engines that speak /v1/messages (vLLM and SGLang do)."""
+"""The Anthropic SDK, asynchronous, against engines that speak /v1/messages (vLLM and SGLang do). pip install anthropic"""
 
 import asyncio
 

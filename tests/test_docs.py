@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
+import importlib
 import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -16,8 +20,13 @@ from gpuroute.cli import COMMANDS
 from gpuroute.config import is_secret, markdown, rows, variable
 from gpuroute.core.outcome import Outcome
 from gpuroute.core.policies import POLICIES
+from gpuroute.observe.otel import COUNTERS
 from gpuroute.registry import first_fleet, open_registry
+from gpuroute.registry.schema import CONFIG_FIELDS, ENDPOINT_FIELDS
 from gpuroute.testing import GpuServer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -26,11 +35,40 @@ COMMANDS_OF_THE_README = [
     "python3 -m venv .venv && .venv/bin/pip install -q -e '.[test]' && .venv/bin/pytest -q",
 ]
 
+FLAGS_OF_OTHERS = {  # of engines, and of ruff
+    "--check",
+    "--enable-metrics",
+    "--enable-prompt-tokens-details",
+    "--enable-server-load-tracking",
+    "--kv-events-config",
+    "--prefix",
+    "--shutdown-timeout",
+    "--stream-interval",
+}
+
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
 def blocks(text: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+def section(page: str, title: str) -> str:
+    return (ROOT / "docs" / page).read_text().partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
+def first_column(text: str) -> set[str]:
+    """The names in code type that the rows of a table begin with."""
+    cells = re.findall(r"^\| (`[^|]*)\|", text, re.MULTILINE)
+    return {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
+
+
+def options(parser: argparse.ArgumentParser) -> Iterator[str]:
+    for action in parser._actions:
+        yield from action.option_strings
+        if isinstance(action, argparse._SubParsersAction):
+            for inner in action.choices.values():
+                yield from options(inner)
 
 
 def test_readme_opens_with_a_paragraph_an_example_and_the_two_commands() -> None:
@@ -73,6 +111,35 @@ def test_variables_and_commands_exist(page: Path) -> None:
     assert set(re.findall(r"GPUROUTE_[A-Z_]*[A-Z]", text)) - known == set()
     shell = "".join(blocks(text, "sh")) + " ".join(re.findall(r"`(gpuroute [^`]*)`", text))
     assert set(re.findall(r"(?:^|/| )gpuroute ([a-z]+)", shell, re.MULTILINE)) - set(COMMANDS) == set()
+
+
+def test_flags_exist() -> None:
+    parser = argparse.ArgumentParser()
+    commands = parser.add_subparsers()
+    for name in COMMANDS:
+        importlib.import_module(f"gpuroute.cli.{name}").add_parser(commands)
+    text = "".join(page.read_text() for page in PAGES if page.name != "CHANGELOG.md")
+    assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", text)) - set(options(parser)) <= FLAGS_OF_OTHERS
+
+
+def test_tables_of_records_have_every_field() -> None:
+    assert first_column(section("registry.md", "Fields of an endpoint")) == set(ENDPOINT_FIELDS)
+    assert set(CONFIG_FIELDS) <= set(re.findall(r"`(\w+)`", section("registry.md", "Settings of a pool")))
+
+
+def test_the_table_of_metrics_has_every_counter() -> None:
+    source = (ROOT / "src" / "gpuroute" / "observe" / "otel.py").read_text()
+    others = re.findall(r'(?:_histogram\(meter, |create_observable_gauge\()"([^"]+)"', source)
+    assert len(others) == 6
+    metrics = {*others, *(f"gpuroute.{name}" for name, *_ in COUNTERS)}
+    assert first_column(section("observability.md", "OpenTelemetry")) == metrics
+
+
+def test_the_source_distribution_has_what_the_readme_links_to() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    packed = settings["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
+    links = re.findall(r"\]\(([^)#\s]+)", (ROOT / "README.md").read_text())
+    assert {link.partition("/")[0] for link in links} <= set(packed)
 
 
 @every_page

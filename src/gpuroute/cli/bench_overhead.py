@@ -92,10 +92,11 @@ def run(args: argparse.Namespace) -> int:
 
 def print_rows(rows: list[dict[str, Any]]) -> None:
     """The rows, for people."""
-    names = list(rows[0])
-    print("".join(f"{name:>18}" for name in names))
+    widths = {name: max(18, len(name) + 2) for name in rows[0]}
+    print("".join(f"{name:>{width}}" for name, width in widths.items()))
     for row in rows:
-        print("".join(f"{row[name]:>18,.4g}" if isinstance(row[name], float) else f"{row[name]:>18}" for name in names))
+        said = {name: f"{row[name]:,.4g}" if isinstance(row[name], float) else row[name] for name in widths}
+        print("".join(f"{said[name]:>{width}}" for name, width in widths.items()))
 
 
 def measure(client: str, pairs: int) -> list[dict[str, Any]]:
