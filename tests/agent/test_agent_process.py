@@ -298,6 +298,14 @@ def test_a_record_that_is_no_object_is_one_line(
     assert f"--record '{file}': " in capsys.readouterr().err
 
 
+def test_the_defaults_are_the_documented_ones() -> None:
+    parser = argparse.ArgumentParser()
+    add_parser(parser.add_subparsers())
+    args = parser.parse_args(["agent"])
+    assert (args.engine, args.warmup, args.drain, args.hung_after, args.max_rate) == ("auto", 50, 60.0, 10.0, 50_000)
+    assert (args.listen, args.status) == ("127.0.0.1:9401", "127.0.0.1:9402")
+
+
 def test_options_win_over_the_record(tmp_path: Path) -> None:
     record = tmp_path / "record.json"
     record.write_text('{"engine": "vllm", "gpu": {"kind": "A100", "count": 2}, "zone": "z1"}')
@@ -382,7 +390,7 @@ def test_an_engine_that_was_replaced_says_so_even_to_who_missed_its_warming() ->
         assert known.ramp_at is not None, "its caches are cold"
 
 
-def test_the_key_is_not_logged(server: GpuServer, eventually: Callable[..., None]) -> None:
+def test_c4_the_key_is_not_logged(server: GpuServer, eventually: Callable[..., None]) -> None:
     with AgentProcess("--url", server.url, "--warmup", "1", key="a-key-to-look-for") as agent:
         eventually(lambda: agent.state() == "ready", "the engine is ready")
         pages = agent.page("/load") + agent.page("/metrics")

@@ -35,7 +35,7 @@ class Connection:
         self.is_closed = True
 
 
-def test_channels_that_nobody_uses_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_g3_channels_that_nobody_uses_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr(ask_grpc, "time", clock)
     channels, made = Channels(None, None, None), {}

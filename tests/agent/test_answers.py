@@ -123,7 +123,7 @@ def test_a_replayed_take_or_tell_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("off_ms", [-BEHIND_MS - 1, AHEAD_MS + 1, -3_600_000, 3_600_000])
-def test_a_message_of_another_time_is_refused(off_ms: int) -> None:
+def test_t4_a_message_of_another_time_is_refused(off_ms: int) -> None:
     """And counted as what it is: an operator looks for clocks then, not for somebody who replays."""
     bench = Bench(KEY)
     bench.say(take(1, sent_ms=NOW_MS + off_ms))
@@ -145,7 +145,7 @@ def test_what_was_recorded_before_a_restart_is_not_believed_by_the_successor() -
 
 
 @pytest.mark.parametrize("warm_ms", [0, 100_000])
-def test_a_clock_that_is_set_right_is_right_at_once(warm_ms: int) -> None:
+def test_t4_a_clock_that_is_set_right_is_right_at_once(warm_ms: int) -> None:
     """An hour ahead, with clients that were ahead as well or not, then corrected."""
     bench = Bench(KEY)
     for at_ms in range(0, warm_ms + 1, 10_000):

@@ -441,7 +441,7 @@ def test_threads_ask_side_by_side() -> None:
         assert len(asker._lines) <= 8, "as many sockets as threads that ask at once"
 
 
-def test_tasks_share_one_socket_and_a_cancelled_one_leaves_nothing() -> None:
+def test_l1_tasks_share_one_socket_and_a_cancelled_one_leaves_nothing() -> None:
     with AgentThread(desks(4)) as agent:
         router, asker = router_of(agent.endpoints())
 
@@ -470,7 +470,7 @@ def test_each_loop_has_a_socket_of_its_own() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_a_forked_child_asks_by_sockets_of_its_own() -> None:
+def test_g1_a_forked_child_asks_by_sockets_of_its_own() -> None:
     with AgentThread(desks(2)) as agent:
         router, asker = router_of(agent.endpoints())
         assert asker.ask(call_of(router)).bids
@@ -487,7 +487,7 @@ def test_a_forked_child_asks_by_sockets_of_its_own() -> None:
 # ---------------------------------------------------------------------------------------------- secrets
 
 
-def test_the_key_is_shown_nowhere(caplog: pytest.LogCaptureFixture, tmp_path: object) -> None:
+def test_c4_the_key_is_shown_nowhere(caplog: pytest.LogCaptureFixture, tmp_path: object) -> None:
     caplog.set_level(logging.DEBUG)
     with AgentThread(desks(2), key="other") as agent:
         router, asker = router_of(agent.endpoints(), ask_timeout="10ms")

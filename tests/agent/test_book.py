@@ -89,10 +89,40 @@ def test_asks_that_are_never_taken_and_a_flood_of_takes_leave_an_agent_small() -
     """Its 60 MiB have room for 16 beside what a process takes in any case: asks hold hashes, takes are remembered."""
     book, replays = Book(), Replays()
     tracemalloc.start()
-    for number in range(50_000):
+    for number in range(21_000):
         book.ask(number << 40, 5_000, tuple(range(number << 40, (number << 40) + 8)), 1.0)
-    for number in range(150_000):
+    for number in range(110_000):
         replays.fresh(number << 50, 1_000_000 + number // 50, 1_000_000 + number // 50)
     held = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     assert held < 16 * 2**20, f"{held / 2**20:.1f} MiB"
+
+
+def test_a7_the_memory_of_prefixes_is_as_large_as_the_cache_with_its_second_tier() -> None:
+    desk = Desk("gpu-0", kv_tokens=100_000, dram_tokens=50_000)
+    prefixes = desk.book.prefixes
+    for number in range(200_000):
+        prefixes.add((number * 3, number * 3 + 1), 500, 1.0)
+        assert len(prefixes) <= 2 * 150_000 // 500
+    assert 550 <= len(prefixes) <= 600
+    assert len(prefixes._used) == len(prefixes), "nothing is left of what was forgotten"
+    assert prefixes.matched((3 * 199_999, 0)) > 0
+    assert prefixes.matched((3 * 199_000, 0)) == 0
+    desk.sized(200_000)
+    assert prefixes.capacity == 250_000, "what the engine says, and the tier that it does not count"
+    desk.restarted(2)
+    assert (len(prefixes), desk.epoch) == (0, 2)
+
+
+def test_tokens_that_the_engine_queues_and_takes_count_once() -> None:
+    """By the larger of both: a take that the engine has seen is in its count already."""
+    book = Book()
+    for id_ in range(3):
+        book.take(id_, 1_000, 1_000, 100.0)
+    for said, queued in ((500, 3_000), (9_000, 9_000)):
+        book.sampled(Sample(100.0, waiting=1, queued_tokens=said))
+        assert book.queued_tokens(100.0) == queued
+    book.sampled(Sample(100.0, waiting=1))
+    assert book.waiting(100.0) == 3
+    book.sampled(Sample(100.0, waiting=8))
+    assert book.waiting(100.0) == 8
