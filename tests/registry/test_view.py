@@ -164,6 +164,20 @@ def test_a_whole_pool_may_be_replaced_at_once() -> None:
     assert shown(view, 10.0) == ["w", "x", "y", "z"]
 
 
+def test_departures_that_were_believed_cost_nothing_when_their_grace_ends() -> None:
+    """Each of thousands that left one by one made the whole pool be built and compared again, ten seconds later."""
+    view = View(grace=10.0)
+    for number in range(100):
+        view.put(f"llama/endpoints/e{number}", b'{"url": "http://a"}')
+    for number in range(40):
+        view.delete(f"llama/endpoints/e{number}", float(number) / 10)
+    before = view.pools(5.0)["llama"]
+    assert len(before.endpoints) == 60
+    for moment in (10.05, 12.0, 15.0):
+        assert view.pools(moment)["llama"] is before
+    assert view.due() == math.inf
+
+
 def test_announced_departures_are_believed_at_once() -> None:
     view = view_of("a", "b", "c", "d")
     for ident in "abcd":

@@ -191,9 +191,9 @@ class EtcdSubscription:
         self._publisher.trouble(None)
         if now >= self._quiet_until:
             self._dirty = False
-            if self._publisher.publish(self._view, now):
-                after = time.monotonic()
-                self._quiet_until = after + min(MAX_QUIET_S, max(COALESCE_S, QUIET * (after - now)))
+            news = self._publisher.publish(self._view, now)
+            after = time.monotonic()
+            self._quiet_until = after + min(MAX_QUIET_S, max(COALESCE_S if news else 0.0, QUIET * (after - now)))
         if self._publisher.fleet is not None:
             self._keeper.keep(self._publisher.fleet, now)
 

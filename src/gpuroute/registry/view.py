@@ -47,7 +47,7 @@ MAX_GONE = 1_000  # pools of which only the name is left
 class _Pool:
     """One pool: what the registry says of it, and whoever vanished of late."""
 
-    __slots__ = ("config", "endpoints", "left_at", "name", "spec", "vanished", "warnings")
+    __slots__ = ("config", "endpoints", "held", "left_at", "name", "spec", "vanished", "warnings")
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -56,6 +56,7 @@ class _Pool:
         self.config = PoolConfig()
         self.spec: PoolSpec | None = None
         self.warnings: tuple[str, ...] = ()
+        self.held = False  # some that vanished are shown
         self.left_at = 0.0  # when a record of it last went
 
     def remove(self, ident: str, now: float) -> None:
@@ -67,15 +68,17 @@ class _Pool:
     def show(self, now: float, grace: float) -> PoolSpec:
         young = {ident: item for ident, item in self.vanished.items() if now - item[1] < grace}
         kept = {ident: item for ident, item in young.items() if ident not in self.endpoints}
-        if self.spec is None or len(kept) != len(self.vanished):
-            self.vanished = kept
+        fewer = len(kept) < len(self.vanished)
+        self.vanished = kept
+        if self.spec is None or (fewer and self.held):
             self._rebuild()
         assert self.spec is not None
         return self.spec
 
     def _rebuild(self) -> None:
         shown, warnings = self.endpoints, self._duplicates()
-        if self._implausible():
+        self.held = self._implausible()
+        if self.held:
             shown = {ident: item[0] for ident, item in self.vanished.items()} | shown
             warnings.append(f"{self.name}: most endpoints vanished at once; they are kept for a while")
         self.warnings = tuple(warnings)
