@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
-from gpuroute.agent.server import netloc
+from gpuroute.agent.server import netloc, stamps
 from gpuroute.core.asking import (
     GRPC_METHOD,
     AskBody,
@@ -47,6 +47,8 @@ SLICE, PACE_S = 64, 0.01  # so many asks at a time: 6,400 a second
 AGAIN_S = 0.1
 GRPC_TIMEOUT_S = 0.4
 RESOLVE_S = 60.0
+RENEWED_S = 60.0
+"""How often it is looked at whether the files of certificates were replaced."""
 BUFFER = 1 << 20
 ANYWHERE = {socket.AF_INET: ("0.0.0.0", 0), socket.AF_INET6: ("::", 0)}
 NOTHING = AskBody(0, ())
@@ -80,6 +82,8 @@ class Collector:
         self.rounds = self.asks = self.garbled = 0
         self.round_s = 0.0
         self.targets: tuple[Target, ...] = ()
+        self._stamps: tuple[int, ...] = ()
+        self._look_at = 0.0
         self._targets: tuple[Target, ...] = ()  # of the last round
         self.without = 0
         self._secret = secret
@@ -123,6 +127,8 @@ class Collector:
         if targets is not self._targets:
             self._forget_strangers(targets)
             self._targets = targets
+        if as_of >= self._look_at:
+            self._renew(as_of)
         self._asked = {start + number: target for number, target in enumerate(targets)}
         self._said = {}
         self._all_here.clear()
@@ -148,6 +154,16 @@ class Collector:
         netlocs = {(target.scheme, netloc(target.host, target.port)) for target in targets} if self._channels else set()
         for known in [known for known in self._channels if known not in netlocs]:
             self._spawn(self._channels.pop(known)[0].close())
+
+    def _renew(self, now: float) -> None:
+        """Channels keep the certificates that they were opened with; those that were replaced end before long."""
+        self._look_at = now + RENEWED_S
+        with suppress(OSError):
+            seen = stamps(*(file or "" for file in self._files))
+            if seen != self._stamps:
+                self._stamps = seen
+                for known in [known for known in self._channels if known[0] == "grpcs"]:
+                    self._spawn(self._channels.pop(known)[0].close())
 
     # ------------------------------------------------------------------------------------------ asking
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import parse_qs, urlsplit
 
 from gpuroute.agent.answers import AHEAD_MS, BEHIND_MS
-from gpuroute.agent.server import netloc
+from gpuroute.agent.server import netloc, stamps
 from gpuroute.core.digest import AGE_HEADER, AUTH_HEADER, PATH, TAG_HEADER, mac_of, tag_of
 from gpuroute.errors import ConfigError
 
@@ -32,6 +32,7 @@ log = logging.getLogger("gpuroute.agent")
 IDLE_S = 30.0
 MOST_CONNECTIONS = 4_000
 STALE_S = 5.0
+RENEWED_S = 60.0
 LIMIT = 8_192
 
 
@@ -68,6 +69,7 @@ class DigestServer:
         self._subscription: Subscription | None = None
         self._server: asyncio.Server | None = None
         self._collecting: asyncio.Task[None] | None = None
+        self._renewing: asyncio.Task[None] | None = None
         self._connections: set[asyncio.StreamWriter] = set()
         self._pages: dict[str, Callable[[], Reply]] = {"/healthz": self._health, "/metrics": self._metrics}
 
@@ -81,6 +83,7 @@ class DigestServer:
         if self._pair is not None:
             context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
             context.load_cert_chain(*self._pair)
+            self._renewing = asyncio.ensure_future(_renewed(context, self._pair))
         self._server = await asyncio.start_server(self._serve, host, port, limit=LIMIT, ssl=context)
         self._subscription = await asyncio.to_thread(self._registry.subscribe, self._adopt)
         self._collecting = asyncio.ensure_future(self.collector.run())
@@ -92,6 +95,8 @@ class DigestServer:
         collecting, subscription, self._subscription = self._collecting, self._subscription, None
         if self._server is not None:
             self._server.close()
+        if self._renewing is not None:
+            self._renewing.cancel()
         for writer in tuple(self._connections):
             writer.close()
         if collecting is not None:
@@ -206,6 +211,20 @@ class DigestServer:
         ]
         lines = [f"# TYPE gpuroute_digest_{name} {kind}\ngpuroute_digest_{name} {value}\n" for name, kind, value in rows]
         return Reply("200 OK", "".join(lines).encode(), (("Content-Type", "text/plain; version=0.0.4"),))
+
+
+async def _renewed(context: ssl.SSLContext, pair: tuple[str, str]) -> None:
+    """Handshakes use the certificate as it is in its file now."""
+    seen = stamps(*pair)
+    while True:
+        await asyncio.sleep(RENEWED_S)
+        try:
+            now = stamps(*pair)
+            if now != seen:
+                context.load_cert_chain(*pair)
+                seen = now
+        except OSError as error:  # also of a pair that does not match, yet
+            log.warning("digest: the new certificate cannot be read: %s", error)
 
 
 def _encoded(reply: Reply, *, keep: bool) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import grpc.aio
 
-from gpuroute.agent.server import netloc
+from gpuroute.agent.server import netloc, stamps
 from gpuroute.core.asking import GRPC_METHOD
 from gpuroute.errors import ConfigError
 
@@ -62,9 +63,24 @@ async def serve(listening: Listening, answers: Answers) -> tuple[grpc.aio.Server
 
 
 def _credentials(listening: Listening) -> grpc.ServerCredentials:
+    """Of the files as they are: certificates are replaced while an agent runs, by meshes every few hours."""
+    seen = stamps(listening.key, listening.cert, listening.ca)
+
+    def renewed() -> Any:
+        nonlocal seen
+        with suppress(OSError):  # between two files: the next handshake looks again
+            now = stamps(listening.key, listening.cert, listening.ca)
+            if now != seen:
+                seen, read = now, _read(listening)
+                return read
+        return None
+
+    return grpc.dynamic_ssl_server_credentials(_read(listening), renewed, bool(listening.ca))
+
+
+def _read(listening: Listening) -> grpc.ServerCertificateConfiguration:
     pair = Path(listening.key).read_bytes(), Path(listening.cert).read_bytes()
-    ca = Path(listening.ca).read_bytes() if listening.ca else None
-    return grpc.ssl_server_credentials([pair], ca, require_client_auth=ca is not None)
+    return grpc.ssl_server_certificate_configuration([pair], Path(listening.ca).read_bytes() if listening.ca else None)
 
 
 class _Handler(grpc.GenericRpcHandler):

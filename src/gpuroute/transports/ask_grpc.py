@@ -23,6 +23,9 @@ OPTIONS = (("grpc.enable_retries", 0), ("grpc.max_receive_message_length", 1024)
 UNUSED_S = 600.0
 """Channels that no ask went by for so long are those of agents that are gone: pods come and go for months."""
 
+RENEWED_S = 60.0
+"""How often it is looked at whether the files of certificates were replaced."""
+
 _ABANDONED: list[object] = []  # of a forked child's parent: never touched there
 
 
@@ -42,6 +45,8 @@ class Channels:
         self._files = ca, cert, key
         self._lock = threading.Lock()
         self._open: dict[tuple[str, str], Open] = {}
+        self._stamps: tuple[int, ...] = ()
+        self._look_at = 0.0
 
     def say(self, data: bytes, scheme: str, target: str, timeout: float, deliver: Callable[[bytes], None]) -> None:
         """Send one message; an answer, if there is one, is delivered from another thread. Never raises or blocks."""
@@ -52,6 +57,8 @@ class Channels:
     def _say(self, scheme: str, target: str) -> Any:
         with self._lock:
             now, key = time.monotonic(), (scheme, target)
+            if scheme == "grpcs" and now >= self._look_at:
+                self._renew(now)
             found = self._open.pop(key, None)
             if found is None:
                 channel = self._channel(scheme, target)
@@ -61,6 +68,16 @@ class Channels:
             while now - (oldest := next(iter(self._open.items())))[1].used_at > UNUSED_S:
                 self._open.pop(oldest[0]).channel.close()
             return found.say
+
+    def _renew(self, now: float) -> None:
+        """A channel keeps the certificates that it was opened with; those that were replaced end before long."""
+        self._look_at = now + RENEWED_S
+        with suppress(OSError):
+            stamps = tuple(Path(path).stat().st_mtime_ns for path in self._files if path)
+            if stamps != self._stamps:
+                self._stamps = stamps
+                for key in [key for key in self._open if key[0] == "grpcs"]:
+                    self._open.pop(key).channel.close()
 
     def _channel(self, scheme: str, target: str) -> grpc.Channel:
         if scheme == "grpc":
