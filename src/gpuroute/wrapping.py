@@ -139,6 +139,12 @@ def _check_known(transport: Any, own: type) -> None:
             f"cannot route a client with the custom transport {name}: what it does would be lost; "
             f"accepted: the library's own {own.__name__}"
         )
+    replaced = vars(transport).keys() & {"handle_request", "handle_async_request"}
+    if replaced:
+        raise ConfigError(
+            f"cannot route a client whose transport's {replaced.pop()} was replaced: what that does would be lost; "
+            "instrument the client after it was wrapped"
+        )
 
 
 def _settings(transport: Any, library: ModuleType) -> dict[str, Any]:
