@@ -189,8 +189,8 @@ def test_a_loop_may_begin_in_another_thread_while_this_one_looks_for_those_that_
 
     async def use() -> None:
         transport._pools()
+        assert len(transport._by_loop) == 2
 
     transport._by_loop = {Ended(): (transport._make_pools(None), None)}
     asyncio.run(use())
-    assert len(transport._by_loop) == 2
     transport._by_loop = {}

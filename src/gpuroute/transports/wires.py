@@ -35,6 +35,9 @@ BUFFER = 256 * 1024
 COPIED = 64 * 1024
 """Bytes of a body up to which they are copied to leave in one packet with the head."""
 
+ADDRESS_S = (0.3, 1.0)
+"""Seconds, from and to, that a task waits for one address of a host that has others left."""
+
 LONGEST = 1e6
 """Seconds that a socket can be told to wait: the operating system cannot count as far as a caller can write."""
 
@@ -248,14 +251,9 @@ class AsyncWire(asyncio.Protocol):
         context = address.context
         try:
             async with asyncio.timeout(timeout):
-                await wire._loop.create_connection(
-                    lambda: wire,
-                    address.host,
-                    address.port,
-                    ssl=context,
-                    server_hostname=address.server_name if context is not None else None,
-                    local_addr=(address.local, 0) if address.local else None,
-                )
+                sock = await _reached(wire._loop, address, timeout)
+                name = address.server_name if context is not None else None
+                await wire._loop.create_connection(lambda: wire, sock=sock, ssl=context, server_hostname=name)
         except TimeoutError as error:
             raise core.ConnectTimeout(str(error) or f"no connection within {timeout} s") from error
         except UNREACHABLE as error:
@@ -406,6 +404,38 @@ class AsyncWire(asyncio.Protocol):
         """The send buffer has room."""
         self._full = False
         _wake(self._writing)
+
+
+async def _reached(loop: asyncio.AbstractEventLoop, address: Address, timeout: float | None) -> socket.socket:
+    """A socket that is connected to one of a name's addresses: one that swallows all must not use up the others' time."""
+    if _is_literal(address.host):  # no look-up, and no thread for it
+        infos = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+    else:
+        infos = await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+    share = ADDRESS_S[1] if timeout is None else min(ADDRESS_S[1], max(ADDRESS_S[0], timeout / max(1, len(infos))))
+    for left, (family, kind, protocol, _, where) in zip(range(len(infos) - 1, -1, -1), infos, strict=True):
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.setblocking(False)
+            if address.local:
+                sock.bind((address.local, 0))
+            async with asyncio.timeout(share if left else None):
+                await loop.sock_connect(sock, where)
+        except BaseException as error:
+            sock.close()
+            if not (left and isinstance(error, OSError)):
+                raise
+        else:
+            return sock
+    raise OSError(f"{address.host} has no address")
+
+
+def _is_literal(host: str) -> bool:
+    try:
+        socket.inet_pton(socket.AF_INET6 if ":" in host else socket.AF_INET, host.partition("%")[0])
+    except OSError:
+        return False
+    return True
 
 
 def _more_patience(patience: Callable[[], float] | None) -> float:
