@@ -390,6 +390,11 @@ def test_users_tokens_that_expire_and_wrong_passwords(tmp_path, caplog) -> None:
             cluster.members[0].start()
             writer.put("d")  # etcd may know the tokens of its log again, or not
             watcher.until(lambda fleet: not fleet.stale and ids(fleet) == ["a", "b", "c", "d"])
+            cluster.ctl("auth", "disable", user="root:root-pw")  # old tokens are refused now, and there are no new ones
+            proxy.cut()
+            writer.put("e")
+            watcher.until(lambda fleet: not fleet.stale and ids(fleet) == ["a", "b", "c", "d", "e"])
+            cluster.ctl("auth", "enable")
         for refused in (
             quick(cluster.url),
             quick(cluster.url, user="reader", password="canary2"),

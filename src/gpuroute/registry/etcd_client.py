@@ -177,6 +177,7 @@ class EtcdClient:
 
     def _log_in(self) -> None:
         request = encode((1, self.config.user), (2, self.config.password.reveal()))
+        self._token = ""  # while authentication is switched off nobody gets one, and an old one is refused
         self._token = self._attempt(lambda: self._call("Auth/Authenticate", request)).text(2)
 
     def _metadata(self) -> Metadata:
