@@ -1,4 +1,4 @@
-"""What instruments (of OpenTelemetry, say) put in the place of methods of one client's transport is not lost in silence."""
+"""What instruments (of OpenTelemetry, say) put in the place of a transport's methods is not lost in silence."""
 
 from __future__ import annotations
 
