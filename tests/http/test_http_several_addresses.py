@@ -60,13 +60,25 @@ def two(stubs: Stage, monkeypatch: pytest.MonkeyPatch) -> Stub:
 @pytest.mark.parametrize("limits", [{"timeout": 60.0}, {"timeout": None}])
 def test_the_next_address_is_tried_in_time(two: Stub, caller: Make, limits: dict[str, Any]) -> None:
     client = caller([endpoint(two, url=f"http://{NAME}:{two.port}")], settings={"attempts": 1}, **limits)
-    if not client.is_async:
-        pytest.skip("threads give each address the whole time, as the libraries do")
     with swallowing(two.port):
         assert client.post(extensions={"gpuroute": {"timeout": 40.0}}).json()["endpoint"] == "a"
 
 
 def test_an_address_that_refuses_costs_nothing(two: Stub, caller: Make) -> None:
+    client = caller([endpoint(two, url=f"http://{NAME}:{two.port}")], settings={"attempts": 1})
+    assert client.post().json()["endpoint"] == "a"
+
+
+def test_an_address_of_a_family_that_is_not_here_is_passed_over(
+    two: Stub, caller: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolve = socket.getaddrinfo
+
+    def exotic(host: Any, port: Any, *args: Any, **kwargs: Any) -> Any:
+        found = resolve(host, port, *args, **kwargs)
+        return [(9999, *found[0][1:]), *found] if host == NAME else found
+
+    monkeypatch.setattr(socket, "getaddrinfo", exotic)
     client = caller([endpoint(two, url=f"http://{NAME}:{two.port}")], settings={"attempts": 1})
     assert client.post().json()["endpoint"] == "a"
 

@@ -36,7 +36,7 @@ COPIED = 64 * 1024
 """Bytes of a body up to which they are copied to leave in one packet with the head."""
 
 ADDRESS_S = (0.3, 1.0)
-"""Seconds, from and to, that a task waits for one address of a host that has others left."""
+"""Seconds, from and to, to wait for one address of a host that has others left."""
 
 LONGEST = 1e6
 """Seconds that a socket can be told to wait: the operating system cannot count as far as a caller can write."""
@@ -101,12 +101,11 @@ class Wire:
     def connect(cls, core: Core, address: Address, timeout: float | None) -> Self:
         """Connect, with TLS if the address has a context. Raises the core's ConnectError, ConnectTimeout."""
         started = time.monotonic()
-        source = (address.local, 0) if address.local else None
         if timeout is not None and timeout <= 0:  # which would mean "do not block"
             raise core.ConnectTimeout("no time is left to connect")
         timeout = _bounded(timeout)
         try:
-            sock = socket.create_connection((address.host, address.port), timeout, source)
+            sock = _reach(address, timeout)
             try:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 for option in address.options:
@@ -406,28 +405,58 @@ class AsyncWire(asyncio.Protocol):
         _wake(self._writing)
 
 
-async def _reached(loop: asyncio.AbstractEventLoop, address: Address, timeout: float | None) -> socket.socket:
-    """A socket that is connected to one of a name's addresses: one that swallows all must not use up the others' time."""
-    if _is_literal(address.host):  # no look-up, and no thread for it
-        infos = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-    else:
-        infos = await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-    share = ADDRESS_S[1] if timeout is None else min(ADDRESS_S[1], max(ADDRESS_S[0], timeout / max(1, len(infos))))
-    for left, (family, kind, protocol, _, where) in zip(range(len(infos) - 1, -1, -1), infos, strict=True):
-        sock = socket.socket(family, kind, protocol)
+def _reach(address: Address, timeout: float | None) -> socket.socket:
+    """A socket that is connected to one of the host's addresses: who swallows all must not use up the others' time."""
+    infos = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+    until = None if timeout is None else time.monotonic() + timeout
+    for (family, kind, protocol, _, where), share in zip(infos, _shares(len(infos), timeout), strict=True):
+        sock = None
         try:
-            sock.setblocking(False)
+            sock = socket.socket(family, kind, protocol)
             if address.local:
                 sock.bind((address.local, 0))
-            async with asyncio.timeout(share if left else None):
-                await loop.sock_connect(sock, where)
+            left = INF if until is None else max(1e-3, until - time.monotonic())
+            sock.settimeout(None if min(left, share) == INF else min(left, share))
+            sock.connect(where)
         except BaseException as error:
-            sock.close()
-            if not (left and isinstance(error, OSError)):
+            if sock is not None:
+                sock.close()
+            if share == INF or not isinstance(error, OSError):
                 raise
         else:
             return sock
     raise OSError(f"{address.host} has no address")
+
+
+async def _reached(loop: asyncio.AbstractEventLoop, address: Address, timeout: float | None) -> socket.socket:
+    """The same for a task, whose timeout is its caller's to keep."""
+    if _is_literal(address.host):  # no look-up, and no thread for it
+        infos = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+    else:
+        infos = await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+    for (family, kind, protocol, _, where), share in zip(infos, _shares(len(infos), timeout), strict=True):
+        sock = None
+        try:
+            sock = socket.socket(family, kind, protocol)
+            sock.setblocking(False)
+            if address.local:
+                sock.bind((address.local, 0))
+            async with asyncio.timeout(None if share == INF else share):
+                await loop.sock_connect(sock, where)
+        except BaseException as error:
+            if sock is not None:
+                sock.close()
+            if share == INF or not isinstance(error, OSError):
+                raise
+        else:
+            return sock
+    raise OSError(f"{address.host} has no address")
+
+
+def _shares(addresses: int, timeout: float | None) -> list[float]:
+    """Seconds for each of a host's addresses; no bound for the last one."""
+    share = ADDRESS_S[1] if timeout is None else min(ADDRESS_S[1], max(ADDRESS_S[0], timeout / max(1, addresses)))
+    return [share] * (addresses - 1) + [INF] * min(1, addresses)
 
 
 def _is_literal(host: str) -> bool:
