@@ -133,6 +133,19 @@ def test_t4_a_message_of_another_time_is_refused(off_ms: int) -> None:
     assert bench.desks[0].takes == 1, "clocks may differ"
 
 
+def test_what_was_recorded_at_one_agent_moves_no_other() -> None:
+    """Else who can listen makes any engine look busy, and a hung one alive."""
+    bench = Bench(KEY)
+    to = bench.desks[0].addressee
+    for number, somebody in enumerate((to, 0, 1 + to % 255), 1):
+        bench.say(encode_take(TakeBody(4_000, 5_000), number, NOW_MS, 0, 0, KEY, somebody))
+        bench.say(encode_tell(TellBody(200_000, None), number, NOW_MS, 0, 0, KEY, somebody))
+    assert (bench.desks[0].takes, bench.desks[0].tells) == (2, 2), "its own, and those of older clients"
+    assert bench.answers.dropped["addressee"] == 2
+    assert len({Desk(f"gpu-{number}").addressee for number in range(1_000)}) > 200
+    assert all(1 <= Desk(f"gpu-{number}").addressee <= 255 for number in range(1_000))
+
+
 def test_what_was_recorded_before_a_restart_is_not_believed_by_the_successor() -> None:
     recorded = [take(1), tell(1)]
     successor = Bench(KEY)

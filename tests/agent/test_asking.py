@@ -524,6 +524,7 @@ def test_addresses_of_agents(agent: str, found: object) -> None:
     router, asker = router_of([Endpoint("gpu-0", "http://127.0.0.1:1", agent=agent), Endpoint("b", "http://127.0.0.1:2")])
     place = asker.peers.place(router.pool("p").snapshot.by_id["gpu-0"], 0.0)
     assert (place.address, place.engine) == found
+    assert place.to == Desk("gpu-0").addressee
 
 
 def test_names_are_looked_up_beside_the_calls(eventually: object, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,7 +91,7 @@ def test_bodies_of_garbage_are_garbled_or_in_range(decode: Callable[[bytes], Any
 @given(U32, st.lists(U64, max_size=12), U64, U64, U16)
 def test_asks_come_out_as_they_went_in(tokens: int, hashes: list[int], id_: int, sent_ms: int, engine: int) -> None:
     header, body = open_message(encode_ask(AskBody(tokens, tuple(hashes)), id_, sent_ms, engine, 0, KEY), (KEY,))
-    assert header == (Kind.ASK, 0, engine, sent_ms, id_)
+    assert header == (Kind.ASK, 0, engine, sent_ms, id_, 0)
     assert decode_ask(body) == (min(tokens, UNKNOWN - 1), tuple(hashes[:MAX_HASHES]))
 
 

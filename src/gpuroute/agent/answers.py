@@ -38,6 +38,7 @@ WHY = {
     "clock": f"takes and tells by a clock more than {BEHIND_MS // 1000} s behind or {AHEAD_MS // 1000} s ahead of ours",
     "rate": "more than --max-rate in a second",
     "replayed": "takes and tells that came before",
+    "addressee": "takes and tells for another endpoint: an agent's address is wrong, or somebody replays",
     "engine": "for an engine that this agent does not have: a path in an agent's address is wrong",
 }
 """Why messages are dropped, for people."""
@@ -149,17 +150,19 @@ class Answers:
         """Believe a take or a tell, or say why not."""
         if header.kind is Kind.TAKE:
             uncached, tokens = decode_take(body)
-            if not (why := self._doubt(header, now_ms)):
+            if not (why := self._doubt(desk, header, now_ms)):
                 desk.take(header.id, uncached, tokens, now)
         elif header.kind is Kind.TELL:
             ttft_us, cached = decode_tell(body)
-            if not (why := self._doubt(header, now_ms)):
+            if not (why := self._doubt(desk, header, now_ms)):
                 desk.tell(header.id, ttft_us / 1e6, cached, now)
         else:
             raise Garbled("agents are not sent bids")
         return why
 
-    def _doubt(self, header: Header, now_ms: int) -> str:
+    def _doubt(self, desk: Desk, header: Header, now_ms: int) -> str:
+        if header.to and header.to != desk.addressee:
+            return "addressee"
         # The engine is part of the mark: a call that is hedged or tried again takes two engines of one agent.
         mark = header.id << 18 | header.engine << 2 | header.kind & 3
         if self._replays.fresh(mark, header.sent_ms, now_ms):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from gpuroute.agent.book import Book
 from gpuroute.core.asking import BidBody, EngineState, identity_of
+from gpuroute.core.seal import addressee_of
 from gpuroute.core.speed import PREFILL_PRIOR, UNKNOWN_PRIOR
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class Desk:
     ) -> None:
         self.id = endpoint_id
         self.identity = identity_of(endpoint_id)
+        self.addressee = addressee_of(self.identity)
         self.epoch = epoch
         self.state = state
         self.dram_tokens = dram_tokens

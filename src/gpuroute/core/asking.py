@@ -5,7 +5,7 @@ is zero, which agents accept on loopback only unless told otherwise.
 
 | part   | layout (bytes)                                                                                    |
 |--------|---------------------------------------------------------------------------------------------------|
-| header | magic "GR" 2, version 1, kind 1, key number 1, reserved 1, engine 2, epoch milliseconds 8, id 8    |
+| header | magic "GR" 2, version 1, kind 1, key number (0) 1, addressee 1, engine 2, epoch ms 8, id 8        |
 | ask    | prompt tokens 4, count of hashes 1, reserved 3, then 8 for each ladder hash, shallow to deep       |
 | bid    | queued tokens 4, running 2, waiting 2, KV use / 65535 2, state 1, age of these counts in tenths of |
 |        | a second 1, matched tokens 4 (0xffffffff: unknown), identity 4, epoch 4, us per 1,000 tokens 4     |
@@ -13,7 +13,9 @@ is zero, which agents accept on loopback only unless told otherwise.
 | tell   | TTFT in microseconds 4, cached tokens 4 (0xffffffff: unknown)                                      |
 
 The id of a call is in all four of its messages. A bid (68 bytes) is never twice as large as an ask (48 at least), so a
-forged source address gains nothing. Malformed input raises Garbled, nothing else. An age of 0 may be an older agent's.
+forged source address gains nothing. The addressee of takes and tells is 1 + CRC-32 of the endpoint's id modulo 255: what
+was recorded at one agent moves few others; 0 (asks, bids, older clients) is anybody. Malformed input raises Garbled,
+nothing else. An age of 0 may be an older agent's.
 """
 
 from __future__ import annotations
@@ -32,9 +34,8 @@ if TYPE_CHECKING:
 
 VERSION, MAX_HASHES, UNKNOWN = 1, 8, 0xFFFFFFFF
 GRPC_METHOD = "/gpuroute.Agent/Say"  # over gRPC the same messages are the payload of this one
-LOSSY, VERY_LOSSY = 0.15, 0.4  # asks that had to be sent again, as a share
 
-_HEAD = "!2sBBBxHQQ"
+_HEAD = "!2sBBBBHQQ"
 _HEADER = struct.Struct(_HEAD)
 _ASK = struct.Struct("!IB3x")
 _BID = struct.Struct("!IHHHBBIIII")
@@ -76,13 +77,14 @@ class Garbled(GpurouteError, ValueError):
 
 
 class Header(NamedTuple):
-    """`engine`: which of the agent's engines (data-parallel ranks); `sent_ms`: sender's clock, epoch milliseconds."""
+    """`engine`: which of the agent's (data-parallel ranks); `sent_ms`: sender's clock, epoch ms; `to`: addressee."""
 
     kind: Kind
     key: int
     engine: int
     sent_ms: int
     id: int
+    to: int = 0
 
 
 class AskBody(NamedTuple):
@@ -130,7 +132,7 @@ def identity_of(endpoint_id: str) -> int:
 def encode_ask(body: AskBody, id_: int, sent_ms: int, engine: int = 0, key: int = 0, secret: bytes = b"") -> bytes:
     """An ask; at most MAX_HASHES hashes are sent."""
     hashes = body.hashes[:MAX_HASHES]
-    head = b"GR", VERSION, _KIND_ASK, key, engine, sent_ms, id_
+    head = b"GR", VERSION, _KIND_ASK, key, 0, engine, sent_ms, id_
     data = _WHOLE_ASKS[len(hashes)].pack(*head, _u32(body.tokens), len(hashes), *hashes)
     return data + (tag(data, secret) if secret else _NO_TAG)
 
@@ -139,7 +141,7 @@ def encode_bid(body: BidBody, id_: int, sent_ms: int, engine: int = 0, key: int 
     """The answer to an ask."""
     queued, running, waiting, kv_usage, state, matched, identity, epoch, prefill_us, age = body
     data = _WHOLE_BID.pack(
-        *(b"GR", VERSION, _KIND_BID, key, engine, sent_ms, id_),
+        *(b"GR", VERSION, _KIND_BID, key, 0, engine, sent_ms, id_),
         _u32(queued),
         min(running, 0xFFFF),
         min(waiting, 0xFFFF),
@@ -154,17 +156,19 @@ def encode_bid(body: BidBody, id_: int, sent_ms: int, engine: int = 0, key: int 
     return data + (tag(data, secret) if secret else _NO_TAG)
 
 
-def encode_take(body: TakeBody, id_: int, sent_ms: int, engine: int = 0, key: int = 0, secret: bytes = b"") -> bytes:
+def encode_take(
+    body: TakeBody, id_: int, sent_ms: int, engine: int = 0, key: int = 0, secret: bytes = b"", to: int = 0
+) -> bytes:
     """The call of this id comes to that engine."""
-    data = _WHOLE_PAIR.pack(b"GR", VERSION, _KIND_TAKE, key, engine, sent_ms, id_, _u32(body.uncached), _u32(body.tokens))
-    return data + (tag(data, secret) if secret else _NO_TAG)
+    return _pair((_KIND_TAKE, key, to, engine, sent_ms, id_, _u32(body.uncached), _u32(body.tokens)), secret)
 
 
-def encode_tell(body: TellBody, id_: int, sent_ms: int, engine: int = 0, key: int = 0, secret: bytes = b"") -> bytes:
+def encode_tell(
+    body: TellBody, id_: int, sent_ms: int, engine: int = 0, key: int = 0, secret: bytes = b"", to: int = 0
+) -> bytes:
     """The first token of this id is here."""
-    ttft_us, cached = _u32(body.ttft_us), UNKNOWN if body.cached_tokens is None else _u32(body.cached_tokens)
-    data = _WHOLE_PAIR.pack(b"GR", VERSION, _KIND_TELL, key, engine, sent_ms, id_, ttft_us, cached)
-    return data + (tag(data, secret) if secret else _NO_TAG)
+    cached = UNKNOWN if body.cached_tokens is None else _u32(body.cached_tokens)
+    return _pair((_KIND_TELL, key, to, engine, sent_ms, id_, _u32(body.ttft_us), cached), secret)
 
 
 def open_message(data: bytes, secrets: Sequence[bytes] = ()) -> tuple[Header, bytes]:
@@ -174,7 +178,7 @@ def open_message(data: bytes, secrets: Sequence[bytes] = ()) -> tuple[Header, by
     """
     if len(data) < _HEADER.size + TAG:
         raise Garbled(f"{len(data)} bytes are too few for a message")
-    magic, version, kind, key, engine, sent_ms, id_ = _HEADER.unpack_from(data)
+    magic, version, kind, key, to, engine, sent_ms, id_ = _HEADER.unpack_from(data)
     if magic != b"GR" or version != VERSION:
         raise Garbled(f"not a message of version {VERSION}")
     if secrets and (key >= len(secrets) or not hmac.compare_digest(data[-TAG:], tag(data[:-TAG], secrets[key]))):
@@ -182,7 +186,7 @@ def open_message(data: bytes, secrets: Sequence[bytes] = ()) -> tuple[Header, by
     known = _KINDS.get(kind)
     if known is None:
         raise Garbled(f"kind {kind} is unknown")
-    return Header(known, key, engine, sent_ms, id_), data[_HEADER.size : -TAG]
+    return Header(known, key, engine, sent_ms, id_, to), data[_HEADER.size : -TAG]
 
 
 def decode_ask(body: bytes) -> AskBody:
@@ -200,9 +204,8 @@ def decode_bid(body: bytes) -> BidBody:
     queued, running, waiting, kv, state, age, matched, ident, epoch, prefill = _fixed(_BID, body)
     if state >= len(_STATES):
         raise Garbled(f"state {state} is unknown")
-    return BidBody(
-        queued, running, waiting, kv / 0xFFFF, _STATES[state], _known(matched), ident, epoch, prefill, age / 10
-    )
+    known = None if matched == UNKNOWN else matched
+    return BidBody(queued, running, waiting, kv / 0xFFFF, _STATES[state], known, ident, epoch, prefill, age / 10)
 
 
 def read_bid(data: bytes, secret: bytes = b"") -> tuple[int, int, int, tuple[int, int, int, float, int, int, float]]:
@@ -227,7 +230,12 @@ def decode_take(body: bytes) -> TakeBody:
 def decode_tell(body: bytes) -> TellBody:
     """The body of a tell. Raises Garbled."""
     ttft_us, cached = _fixed(_PAIR, body)
-    return TellBody(ttft_us, _known(cached))
+    return TellBody(ttft_us, None if cached == UNKNOWN else cached)
+
+
+def _pair(fields: tuple[int, ...], secret: bytes) -> bytes:
+    data = _WHOLE_PAIR.pack(b"GR", VERSION, *fields)
+    return data + (tag(data, secret) if secret else _NO_TAG)
 
 
 def _fixed(layout: struct.Struct, body: bytes) -> tuple[int, ...]:
@@ -238,13 +246,3 @@ def _fixed(layout: struct.Struct, body: bytes) -> tuple[int, ...]:
 
 def _u32(number: int) -> int:
     return number if 0 <= number < UNKNOWN else min(max(0, number), UNKNOWN - 1)
-
-
-def _known(number: int) -> int | None:
-    return None if number == UNKNOWN else number
-
-
-def copies(unanswered: float) -> int:
-    """How often a take or a tell is said, which nobody answers, where that share of asks had to be sent again: so that
-    some 2 % are lost at 10 % loss of messages, and 3 % at 30 %. Agents count them once."""
-    return 1 + (unanswered > LOSSY) + (unanswered > VERY_LOSSY)

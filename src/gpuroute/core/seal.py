@@ -1,4 +1,4 @@
-"""The tag that ends each message between clients and agents: HMAC-SHA256, cut to 16 bytes."""
+"""The tag that ends each message between clients and agents: HMAC-SHA256, cut to 16 bytes; and whom it is for."""
 
 from __future__ import annotations
 
@@ -19,6 +19,11 @@ def tag(data: bytes, secret: bytes) -> bytes:
     inner.update(data)
     outer.update(inner.digest())
     return outer.digest()[:TAG]
+
+
+def addressee_of(identity: int) -> int:
+    """The `to` in takes and tells for the endpoint of that identity: 1 to 255."""
+    return 1 + identity % 255
 
 
 @lru_cache(maxsize=16)

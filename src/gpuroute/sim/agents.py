@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Final
 
 from gpuroute.agent.book import Book, Sample
 from gpuroute.agent.health import HUNG_AFTER_S
-from gpuroute.core.asking import copies
 from gpuroute.core.report import Report
+from gpuroute.core.sources import copies
 from gpuroute.core.speed import PREFILL_PRIOR, UNKNOWN_PRIOR
 
 from .gpu import Gpu

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
-from gpuroute.core.asking import copies
 from gpuroute.core.call import Call
 from gpuroute.core.candidates import Ask
 from gpuroute.core.fleet import PoolSpec
@@ -26,7 +25,7 @@ from gpuroute.core.pool import Pool, PoolRules
 from gpuroute.core.prefix import BLOCK_TOKENS, DEPTHS
 from gpuroute.core.report import CARRIED, Report
 from gpuroute.core.seconds import Soonest
-from gpuroute.core.sources import worth_asking
+from gpuroute.core.sources import copies, worth_asking
 from gpuroute.core.subset import subset
 from gpuroute.core.trust import second_opinion, wants_second_opinion
 from gpuroute.core.watchdog import WatchdogRules

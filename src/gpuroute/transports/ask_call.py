@@ -16,7 +16,6 @@ from gpuroute.core.asking import (
     Garbled,
     TakeBody,
     TellBody,
-    copies,
     encode_ask,
     encode_take,
     encode_tell,
@@ -25,7 +24,7 @@ from gpuroute.core.asking import (
 from gpuroute.core.learning import learn_bid
 from gpuroute.core.locality import learn_round_trip
 from gpuroute.core.report import Report
-from gpuroute.core.sources import prompt_tokens
+from gpuroute.core.sources import copies, prompt_tokens
 from gpuroute.core.trust import second_opinion
 from gpuroute.engines.usage import read_usage
 from gpuroute.transports.ask_lines import RELAY, wake
@@ -255,7 +254,8 @@ class Asking:
         if place is not None:
             self._open[attempt] = place
             body = TakeBody(attempt.uncached, prompt_tokens(self._call.ask))
-            self._say(encode_take(body, self.id, int(time.time() * 1000), place.engine, 0, asker.secret), place)
+            now_ms = int(time.time() * 1000)
+            self._say(encode_take(body, self.id, now_ms, place.engine, 0, asker.secret, place.to), place)
 
     def began(self, attempt: Attempt, content_type: bytes, first: bytes | None) -> None:
         """The first bytes of the answer are here. Only those of an event stream are a first token; a whole body ends with
@@ -273,7 +273,8 @@ class Asking:
         place = self._open.pop(attempt, None)
         if place is not None:
             body = TellBody(int(ttft * 1e6), cached)
-            self._say(encode_tell(body, self.id, int(time.time() * 1000), place.engine, 0, self._asker.secret), place)
+            now_ms = int(time.time() * 1000)
+            self._say(encode_tell(body, self.id, now_ms, place.engine, 0, self._asker.secret, place.to), place)
 
     def _say(self, data: bytes, place: Place) -> None:
         """Send what nobody answers: more than once, where messages get lost. Agents take no message twice."""

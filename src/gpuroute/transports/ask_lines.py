@@ -35,7 +35,8 @@ RELAY = socket.AF_UNIX
 
 
 class Place(NamedTuple):
-    """Where an agent listens: address family, the address as the system gives it back, and which of its engines.
+    """Where an agent listens: address family, the address as the system gives it back, which of its engines, and the
+    addressee of what it is told.
 
     Of a gRPC agent: RELAY, and (scheme, target).
     """
@@ -43,6 +44,7 @@ class Place(NamedTuple):
     family: int
     address: Address
     engine: int
+    to: int = 0
 
 
 class Listener(Protocol):
@@ -85,7 +87,7 @@ class Line:
 
     def send(self, data: bytes, place: Place) -> None:
         """One datagram, if the system takes it now. Any thread."""
-        family, address, _ = place
+        family, address, _, _ = place
         sock = self.sockets.get(family) or self._open(family)
         if sock is None:
             return

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 from gpuroute.core.asking import EngineState, identity_of
 from gpuroute.core.endpoint import engine_of_agent
+from gpuroute.core.seal import addressee_of
 from gpuroute.core.sources import MOST
 from gpuroute.core.trust import wants_second_opinion
 from gpuroute.engines.catalog import engine_of
@@ -196,7 +197,7 @@ def _resolve(peer: Peer) -> None:
     if not host or not port:
         return
     if parts.scheme != "udp":
-        peer.place = Place(RELAY, (parts.scheme, parts.netloc), engine)
+        peer.place = Place(RELAY, (parts.scheme, parts.netloc), engine, addressee_of(peer.identity))
         return
     try:
         ipaddress.ip_address(host)
@@ -212,4 +213,4 @@ def _look_up(peer: Peer, host: str, port: int, engine: int) -> None:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     except (OSError, UnicodeError):  # the latter: no name that could be one
         return  # stays unknown, or as it was, until the next look
-    peer.place = Place(found[0], found[4], engine)
+    peer.place = Place(found[0], found[4], engine, addressee_of(peer.identity))
