@@ -17,6 +17,8 @@ from fault_world import ask
 
 from gpuroute.cli import chaos
 from gpuroute.cli.chaos.callers import Crowd, Seen
+from gpuroute.cli.chaos.etcd import Cluster
+from gpuroute.cli.chaos.fleet import ChaosFleet
 from gpuroute.cli.chaos.footprint import Footprints, Sample
 from gpuroute.cli.chaos.notes import Notes, Records
 from gpuroute.cli.chaos.script import Happened
@@ -24,11 +26,13 @@ from gpuroute.cli.chaos.sends import CALLS, Followed, Send, sends
 from gpuroute.cli.chaos.verdict import Verdict
 from gpuroute.core.outcome import Outcome
 from gpuroute.core.signals import Signals
+from gpuroute.errors import RegistryUnavailable
 from gpuroute.testing import answer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from gpuroute.core.endpoint import Endpoint
     from gpuroute.testing import GpuServer
 
 
@@ -79,6 +83,39 @@ def noted(*notes: Any) -> Notes[Any]:
     for note in notes:
         kept.add(note)
     return kept
+
+
+def test_an_election_is_no_error_of_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member that knows of no leader leaves the field out; the fault was lost, and the run went on without it."""
+    cluster = object.__new__(Cluster)
+    cluster._clients = ["127.0.0.1:1", "127.0.0.1:2"]
+    rows = [
+        {"Endpoint": f"http://{at}", "Status": {"header": {"member_id": n}}} for n, at in enumerate(cluster._clients, 1)
+    ]
+    monkeypatch.setattr(cluster, "_ctl", lambda *args: json.dumps(rows))
+    assert cluster.leader() is None
+    rows[0]["Status"]["leader"] = rows[1]["Status"]["leader"] = 2
+    assert cluster.leader() == 1
+
+
+def test_a_record_that_has_to_wait_for_a_quorum_is_no_error_of_the_script() -> None:
+    """It is written when there is one: a server that was flapped or drained meanwhile was left half way."""
+
+    class Waiting:
+        def put(self, endpoint: Endpoint) -> None:
+            raise RegistryUnavailable("took no record within 5 s")
+
+    fleet = ChaosFleet(4, etcd=False, say=str)
+    fleet._book = Waiting()  # type: ignore[assignment]
+
+    async def scene() -> None:
+        ident = await fleet.dig_hole()
+        assert list(fleet._holes) == [ident]
+        for one in fleet._holes.pop(ident):
+            one.close()
+
+    asyncio.run(scene())
+    fleet.wire.close()
 
 
 def test_what_servers_say_is_kept_word_by_word_and_nothing_of_who_is_gone(

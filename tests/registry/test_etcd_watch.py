@@ -70,6 +70,17 @@ def test_an_empty_registry_is_a_view_too(config) -> None:
         assert watcher.until_live().pools == {}
 
 
+def test_an_empty_place_is_named_as_long_as_it_is_empty(config, writer: Writer) -> None:
+    """A wrong prefix looks like a fleet that is not there yet."""
+    with Watcher(registry(config)) as watcher:
+        nothing = f"nothing is registered below {config.prefix}/pools/"
+        assert watcher.until_live().problems == (nothing,)
+        writer.put("a")
+        watcher.until(lambda fleet: ids(fleet) == ["a"] and fleet.problems == ())
+        writer.delete("a")
+        watcher.until(lambda fleet: ids(fleet) == [] and fleet.problems == (nothing,))
+
+
 def test_other_prefixes_are_none_of_our_business(config, writer: Writer) -> None:
     writer.put("a")
     with Watcher(registry(config)) as watcher:

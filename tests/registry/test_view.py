@@ -54,6 +54,16 @@ def test_pool_config_and_its_removal() -> None:
     assert not view.problems
 
 
+def test_a_key_below_a_config_is_not_the_config() -> None:
+    """It was taken for it, and its removal for the removal of the config."""
+    view = View(grace=0.0)
+    view.put("llama/config", {"policy": "p2c"})
+    view.put("llama/config/old", {"policy": "random"})
+    assert view.pools(0.0)["llama"].config.policy == "p2c"
+    view.delete("llama/config/old", 0.0)
+    assert view.pools(0.0)["llama"].config.policy == "p2c"
+
+
 def test_keys_of_a_later_schema_are_ignored() -> None:
     view = view_of("a")
     view.put("llama/quotas/x", b"not json")

@@ -80,7 +80,7 @@ class EtcdSubscription:
         self._prefix = f"{self._config.prefix}/pools/" if ours else f"{self._config.prefix.lstrip('/')}/"
         self._read = _as_it_is if ours else self._translated
         self._places: dict[str, str] = {}  # keys in the view, by those in etcd
-        self._view = View(grace=registry.grace, where=self._prefix if ours else "")
+        self._view = View(grace=registry.grace, where=self._prefix if ours else "", below=self._prefix)
         self._publisher = Publisher(on_change, self._config.source)
         self._client = EtcdClient(self._config)
         self._stream: WatchStream | None = None

@@ -102,11 +102,15 @@ class _Pool:
 
 
 class View:
-    """A registry's records in, whole pools out. Messages name a record by `where` and its key."""
+    """A registry's records in, whole pools out. Messages name a record by `where` and its key.
 
-    def __init__(self, *, grace: float, where: str = "") -> None:
+    `below`: where records are looked for, if that there is none at all is worth saying: it may be the wrong place.
+    """
+
+    def __init__(self, *, grace: float, where: str = "", below: str = "") -> None:
         self.grace = grace
         self.where = where
+        self.below = below
         self.problems: dict[str, str] = {}
         self._unread: dict[str, list[str]] = {}
         self._records: dict[str, bytes | str] = {}
@@ -165,7 +169,8 @@ class View:
 
     def warnings(self) -> tuple[str, ...]:
         """What is odd but used, as of the last `pools`."""
-        return tuple(text for pool in self._pools.values() for text in pool.warnings)
+        nothing = [] if self._records or not self.below else [f"nothing is registered below {self.below}"]
+        return (*nothing, *(text for pool in self._pools.values() for text in pool.warnings))
 
     def unread(self) -> dict[str, str]:
         """What is said in records and read by nobody, by the key that says it. Of a pool's endpoints only the first one
@@ -210,7 +215,7 @@ class View:
 def _parts(key: str) -> tuple[str, str, str]:
     name, _, rest = key.partition("/")
     kind, _, ident = rest.partition("/")
-    return name, kind, ident
+    return name, rest if kind == "config" else kind, ident
 
 
 # -------------------------------------------------------------- the same records as one JSON document

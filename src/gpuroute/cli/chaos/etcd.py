@@ -85,7 +85,8 @@ class Cluster:
     def leader(self) -> int | None:
         """Who leads now."""
         for row in self._status():
-            if row["Status"]["leader"] == row["Status"]["header"]["member_id"]:
+            # Who knows of no leader, in an election, leaves the field out.
+            if row["Status"].get("leader") == row["Status"]["header"]["member_id"]:
                 return next(i for i, client in enumerate(self._clients) if client in row["Endpoint"])
         return None
 
