@@ -81,13 +81,17 @@ class Reports:
 
     async def _read(self, endpoint: Endpoint) -> None:
         async with self._dial(endpoint) as channel:
-            async for answer in channel.unary_stream(METHOD)(self._request):
-                pool, hub = self._pool(endpoint), self._hub()
-                if pool is None or hub is None:
-                    return
-                report, state = parse_orca_bin(answer), pool.snapshot.by_id.get(endpoint.id)
-                if report is not None and state is not None:
-                    learn_load(state, report, pool.mean_tokens, hub.clock())
+            stream = channel.unary_stream(METHOD)(self._request)
+            try:
+                async for answer in stream:
+                    pool, hub = self._pool(endpoint), self._hub()
+                    if pool is None or hub is None:
+                        return
+                    report, state = parse_orca_bin(answer), pool.snapshot.by_id.get(endpoint.id)
+                    if report is not None and state is not None:
+                        learn_load(state, report, pool.mean_tokens, hub.clock())
+            finally:
+                stream.cancel()  # older releases of grpcio let a stream run on whose channel is closed
 
     async def _until_it_left(self, endpoint: Endpoint) -> None:
         while self._pool(endpoint) is not None:  # noqa: ASYNC110  (nobody could set an event)
