@@ -38,6 +38,7 @@ class Recording(io.BytesIO):
     def read(self, size: int | None = -1) -> bytes:
         if self.read_some:
             self.again.wait(0.5)
+            self.again.set()
         self.read_some = True
         return super().read(size)
 
