@@ -51,6 +51,22 @@ def test_a_file_that_is_empty_for_a_moment_is_a_trouble_and_not_the_end_of_the_p
     assert f"{pem[name]}: is empty" in done.stdout
 
 
+ASK = """
+import sys
+from gpuroute.transports.ask_grpc import Channels
+url, ca, cert, key = sys.argv[1:]
+Channels(ca, cert, key).say(b"x", "grpcs", url.partition("://")[2], 0.2, print)
+print("goes on")
+"""
+
+
+def test_nor_does_an_ask_over_tls_end_it(pem: dict[str, str]) -> None:
+    Path(pem["cert"]).write_text("")
+    command = [sys.executable, "-c", ASK, f"grpcs://127.0.0.1:{own_port()}", *pem.values()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "goes on\n"), done.stderr
+
+
 def test_a_file_that_is_no_pem_is_named(pem: dict[str, str]) -> None:
     Path(pem["cert"]).write_bytes(b"\0\1\2")
     client = EtcdClient(EtcdConfig.from_url("etcds://127.0.0.1:1", **pem))

@@ -14,7 +14,6 @@ import secrets
 import socket
 import time
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -31,6 +30,7 @@ from gpuroute.core.asking import (
 )
 from gpuroute.core.digest import Entry
 from gpuroute.core.endpoint import engine_of_agent
+from gpuroute.forms import read_pem
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -234,7 +234,7 @@ class Collector:
             if scheme == "grpc":
                 channel = grpc.aio.insecure_channel(netloc, options)
             else:
-                ca, cert, key = (Path(path).read_bytes() if path else None for path in self._files)
+                ca, cert, key = map(read_pem, self._files)
                 channel = grpc.aio.secure_channel(netloc, grpc.ssl_channel_credentials(ca, key, cert), options)
             known = self._channels[scheme, netloc] = (channel, channel.unary_unary(GRPC_METHOD))
         return known[1]

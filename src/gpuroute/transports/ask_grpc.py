@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from gpuroute.core.asking import GRPC_METHOD
+from gpuroute.forms import read_pem
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -82,7 +83,7 @@ class Channels:
     def _channel(self, scheme: str, target: str) -> grpc.Channel:
         if scheme == "grpc":
             return grpc.insecure_channel(target, OPTIONS)
-        ca, cert, key = (Path(path).read_bytes() if path else None for path in self._files)
+        ca, cert, key = map(read_pem, self._files)
         return grpc.secure_channel(target, grpc.ssl_channel_credentials(ca, key, cert), OPTIONS)
 
     def abandon(self) -> None:
