@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from registry.watching import eventually, running
 
+from gpuroute.core.fleet import Fleet
 from gpuroute.errors import InvalidRecord
 from gpuroute.registry import snapshot
 from gpuroute.registry.view import View
@@ -134,3 +135,21 @@ def test_leftovers_of_killed_writers_are_removed(tmp_path: Path) -> None:
     assert not old.exists()
     assert fresh.exists()
     assert other.exists()
+
+
+def test_that_it_cannot_be_written_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """On a read-only file system a fleet in which something changes all the time said it every five seconds."""
+    place = tmp_path / "place"
+    place.write_text("no directory")
+    keeper = snapshot.Keeper(place / "fleet.json", "etcd://h1")
+    for number in range(4):
+        keeper.keep(Fleet(pools(1)), number * 10.0)
+    assert len([line for line in caplog.messages if "cannot be written" in line]) == 1
+    place.unlink()
+    keeper.keep(Fleet(pools(1)), 50.0)
+    assert (place / "fleet.json").exists()
+    (place / "fleet.json").unlink()
+    place.rmdir()
+    place.write_text("no directory again")
+    keeper.keep(Fleet(pools(1)), 60.0)
+    assert len([line for line in caplog.messages if "cannot be written" in line]) == 2

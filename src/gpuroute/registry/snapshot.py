@@ -46,6 +46,7 @@ class Keeper:
         self._source = source
         self._saved: Fleet | None = None
         self._saved_at = -math.inf
+        self._trouble = ""
 
     def load(self) -> Snapshot | None:
         """What was kept, by this process or an earlier one. Raises as `load` does; None without a path."""
@@ -64,8 +65,11 @@ class Keeper:
         self._saved, self._saved_at = fleet, now  # even if it fails: the next attempt comes with the next change
         try:
             save(self._path, fleet.pools, source=self._source, as_of=time.time())
+            self._trouble = ""
         except OSError as error:
-            log.warning("the registry snapshot cannot be written: %s", error)
+            before, self._trouble = self._trouble, str(error)
+            if self._trouble != before:  # a fleet that changes all the time would say it every few seconds
+                log.warning("the registry snapshot cannot be written: %s", error)
 
 
 def save(path: Path, pools: Mapping[str, PoolSpec], *, source: str, as_of: float) -> None:
