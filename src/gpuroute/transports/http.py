@@ -80,9 +80,10 @@ class Primitives(Routes):
         route.read()
 
     def close(self) -> None:
-        """Close the connections. The router is the caller's, and stays open. Idempotent."""
-        self._all.close()
-        for plain in filter(None, (self._all.plain, self._given_plain)):
+        """Close the connections; who sends again gets new ones. The router is the caller's, and stays open."""
+        pools, self._all = self._all, self._make_pools(None)
+        pools.close()
+        for plain in filter(None, (pools.plain, self._given_plain)):
             plain.close()
 
     def let_go(self) -> None:
@@ -112,7 +113,7 @@ class AsyncPrimitives(Routes):
             if known.is_closed():
                 self._by_loop.pop(known, None)
         pools = self._make_pools(loop)
-        guard = _until_loop_ends(ref(self), pools)
+        guard = _until_loop_ends(ref(self), loop)
         # Its first step makes the loop know the generator, which the loop then closes when it ends.
         with suppress(StopIteration):
             guard.__anext__().send(None)
@@ -145,18 +146,27 @@ class AsyncPrimitives(Routes):
             route.read()
 
     async def aclose(self) -> None:
-        """Close the connections of all loops. The router is the caller's, and stays open. Idempotent."""
+        """Close the connections of all loops; who sends again gets new ones. The router stays open."""
         here = asyncio.get_running_loop()
         for loop, (pools, _) in list(self._by_loop.items()):
             if loop is here:
-                pools.close()
+                self._renew(loop)
                 if pools.plain is not None:
                     await pools.plain.aclose()
             else:
                 with suppress(RuntimeError):  # that loop has ended, and closed them
-                    loop.call_soon_threadsafe(pools.close)
+                    loop.call_soon_threadsafe(self._renew, loop)
         if self._given_plain is not None:  # it may have served before it was replaced
             await self._given_plain.aclose()
+
+    def _renew(self, loop: asyncio.AbstractEventLoop) -> None:
+        found = self._by_loop.get(loop)
+        if found is not None:
+            pools, guard = found
+            fresh = self._make_pools(loop)
+            fresh.plain = pools.plain
+            self._by_loop[loop] = (fresh, guard)
+            pools.close()
 
     def let_go(self) -> None:
         """Close the connections, but not the transport that was in this one's place before."""
@@ -173,17 +183,18 @@ class AsyncPrimitives(Routes):
         self._by_loop = {}
 
 
-async def _until_loop_ends(owner: ref[AsyncPrimitives], pools: Pools) -> AsyncGenerator[None, None]:
+async def _until_loop_ends(owner: ref[AsyncPrimitives], loop: asyncio.AbstractEventLoop) -> AsyncGenerator[None, None]:
     """Close the connections of a loop that ends. One that goes on after its generators were shut down gets new ones."""
     try:
         yield
     finally:
         transport = owner()
-        if transport is not None and pools.loop is not None:
-            transport._by_loop.pop(pools.loop, None)  # noqa: SLF001
-        pools.close()
-        if pools.plain is not None:
-            await pools.plain.aclose()
+        found = transport._by_loop.pop(loop, None) if transport is not None else None  # noqa: SLF001
+        if found is not None:
+            pools = found[0]
+            pools.close()
+            if pools.plain is not None:
+                await pools.plain.aclose()
 
 
 class Driver(Primitives):
