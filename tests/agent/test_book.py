@@ -126,3 +126,14 @@ def test_tokens_that_the_engine_queues_and_takes_count_once() -> None:
     assert book.waiting(100.0) == 3
     book.sampled(Sample(100.0, waiting=8))
     assert book.waiting(100.0) == 8
+
+
+def test_a_bid_says_the_rate_that_clients_told() -> None:
+    desk, now = Desk("gpu-0", gpu="H100"), 100.0
+    before = desk.bid(1_000, 1, (), now).prefill_us
+    for id_ in range(60):
+        desk.take(id_, 10_000, 10_000, now)
+        desk.tell(id_, 2.0, None, now + 2.0)
+        now += 10.0
+    assert before < 100_000
+    assert desk.bid(1_001, 1, (), now).prefill_us == pytest.approx(200_000, rel=0.2)
