@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import random
 import re
 import subprocess
@@ -290,6 +291,25 @@ def test_what_the_log_leaves_out_of_an_ill_fleet_is_counted(fresh_rate_limit: li
     left_out = [count for count in (limit.admit(n) for n in range(1_000)) if count]
     assert sum(left_out) == 1_000 - logs.MAX_KEYS - 1
 
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
+def test_a_child_that_is_forked_while_a_failure_is_logged_can_log() -> None:
+    """The lock that a thread of the parent held would be held in the child for ever."""
+    program = [sys.executable, "-c", FORKED_WHILE_LOGGING]
+    done = subprocess.run(program, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["0"], done.stderr
+
+
+FORKED_WHILE_LOGGING = """
+import os, signal
+from gpuroute.observe import logs
+with logs._limit._lock:
+    child = os.fork()
+    if not child:
+        signal.alarm(20)
+        os._exit(logs._limit.admit("gpu-1"))
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
 
 END_TO_END = """
 import json, sys

@@ -467,6 +467,21 @@ def test_a_call_to_the_fallback_keeps_the_timeout_that_was_asked_for(asked: floa
     assert call.time_left(call.started) == left
 
 
+@pytest.mark.parametrize("outcome", [Outcome.OVERLOADED, Outcome.FAILED, Outcome.TIMED_OUT])
+def test_what_became_of_one_unrouted_call_is_nothing_to_the_others(outcome: Outcome) -> None:
+    """A balancer that tells one caller to come back in a minute does not mean all of them."""
+    clock = FakeClock()
+    router = make(FakeRegistry(), disabled=True, fallback_url="http://old:80", clock=clock)
+    for _ in range(200):
+        call = router.unrouted("http://old:80")
+        assert call.delay(clock()) == 0.0
+        attempt = call.next_attempt(clock())
+        attempt.sent(clock())
+        assert not call.finish(attempt, outcome, clock.advance(0.1), retry_after=60.0, answered=True)
+    assert attempt.state.limit == math.inf
+    assert attempt.state.pool.signals.panic_picks == 0
+
+
 def test_the_kill_switch_and_the_rollout_hold_for_attempts() -> None:
     for router in (
         make(FakeRegistry(), disabled=True, fallback_url="http://old:80"),
@@ -889,6 +904,18 @@ def test_updates_and_calls_from_many_threads() -> None:
         thread.join()
     assert errors == []
     assert router.snapshot().pools["llm"].in_flight == 0
+
+
+@pytest.mark.parametrize("tokens", [-1, -1_000, -(10**9)])
+def test_a_negative_count_of_tokens_is_an_unknown_one(tokens: int) -> None:
+    clock = FakeClock()
+    router = make({"llm": named("a", "b")}, clock=clock)
+    for given in (tokens, 500, tokens):
+        with router.attempt("llm", tokens=given) as attempt:
+            clock.advance(0.1)
+            attempt.first_token()
+    assert router.pool("llm").mean_tokens == 500
+    assert router.explain("llm", tokens=tokens).winner in {"a", "b"}
 
 
 FORK = """

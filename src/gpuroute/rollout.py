@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
+from gpuroute.core.breaker import BreakerRules
 from gpuroute.core.call import Call
 from gpuroute.core.endpoint import Endpoint
 from gpuroute.core.fleet import PoolSpec
+from gpuroute.core.outliers import OutlierRules
 from gpuroute.core.pool import Pool, PoolRules
 from gpuroute.core.retry import RetryRules
 from gpuroute.core.ring import session_key
@@ -18,6 +20,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from gpuroute.config import Settings
+
+# Nobody else could take over, so nothing is found out about who is there; and who asks one caller to wait means that one.
+UNROUTED = PoolRules(
+    policy="random",
+    retry=RetryRules(attempts=1, max_pause=0.0, overload_pause=0.0),
+    breaker=BreakerRules(failures=0),
+    outliers=OutlierRules(interval_s=0.0),
+    watchdog=WatchdogRules(enabled=False),
+)
 
 
 class Rollout:
@@ -30,13 +41,11 @@ class Rollout:
         self._pools: dict[str, Pool] = {}
 
     def call(self, url: str, now: float, timeout: float | None, random: Callable[[], float]) -> Call:
-        """A call to the fallback URL: one attempt, no policy, the same driver."""
+        """A call to the fallback URL: one attempt, no policy, the same driver; sent whatever came of others before."""
         pool = self._pools.get(url)
         if pool is None:
             spec = PoolSpec("fallback", (Endpoint("fallback", url),))
-            watchdog = WatchdogRules(enabled=False)  # nobody else could take over
-            rules = PoolRules(policy="random", retry=RetryRules(attempts=1), watchdog=watchdog)
-            pool = self._pools.setdefault(url, Pool(spec, rules, random=random))
+            pool = self._pools.setdefault(url, Pool(spec, UNROUTED, random=random, make_lock=threading.Lock))
         limit = self._settings.timeout if timeout is None else timeout
         return Call(pool, now, timeout=limit, replayable=False)
 

@@ -61,7 +61,7 @@ class Attempt:
     def __init__(self, state: EndpointState, now: float, tokens: int = 0) -> None:
         self.state = state
         self.started = self.last = now
-        if tokens:
+        if tokens > 0:
             self.tokens = self.uncached = tokens
 
     @property

@@ -161,8 +161,8 @@ class Call:
         if not attempt.finish(outcome, now, reason) or outcome is SUCCESS:
             return False
         rules = self.pool.rules.retry
-        if outcome is Outcome.OVERLOADED:
-            attempt.state.pause(now + rules.pause(retry_after, self.pool.shared.random))
+        if outcome is Outcome.OVERLOADED and (pause := rules.pause(retry_after, self.pool.shared.random)) > 0:
+            attempt.state.pause(now + pause)
         if outcome.health < 0:
             self.tried.failed(attempt.state)
         spoke = answered or resumable or outcome is Outcome.OVERLOADED  # who says "busy" was not killed by this request

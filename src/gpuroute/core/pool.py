@@ -194,7 +194,7 @@ class Pool:
 
     def work(self, tokens: int) -> float:
         """How much a call of this size weighs in the budgets: 1 for the usual size, within 0.1 .. 10."""
-        if not tokens:
+        if tokens <= 0:
             return 1.0
         self.mean_tokens += (tokens - self.mean_tokens) * (0.01 if self.mean_tokens else 1.0)
         return min(10.0, max(0.1, tokens / self.mean_tokens))

@@ -8,8 +8,10 @@ or credentials.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
+import weakref
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -22,6 +24,7 @@ LOGGER = logging.getLogger("gpuroute")
 EVERY_S = 10.0
 MAX_KEYS = 200
 _OTHERS = object()
+_limits: weakref.WeakSet[RateLimit] = weakref.WeakSet()
 
 
 class RateLimit:
@@ -33,6 +36,7 @@ class RateLimit:
         self._clock = clock
         self._lock = threading.Lock()
         self._seen: dict[Hashable, tuple[float, int]] = {}
+        _limits.add(self)
 
     def admit(self, key: Hashable) -> int | None:
         """How many were left out since the last one that passed; None if this one is left out too."""
@@ -57,7 +61,15 @@ class RateLimit:
         self._seen[_OTHERS] = (opens_at, left_out)
 
 
+def _renew_locks() -> None:
+    """In a forked child: a thread of the parent may have held one."""
+    for limit in _limits:
+        limit._lock = threading.Lock()  # noqa: SLF001
+
+
 _limit = RateLimit()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_locks)
 
 
 def log_failure(call: Call, attempt: Attempt) -> None:
