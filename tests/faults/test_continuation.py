@@ -11,6 +11,7 @@ from fault_world import CHAT, PROMPT, TEXT, bodies, experienced, vllm
 from gpuroute.errors import StreamInterrupted
 from gpuroute.testing import answer
 from gpuroute.testing.text import render_chat
+from gpuroute.transports.continuation import Seam
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -143,3 +144,14 @@ def test_a_registry_option_switches_it_on_for_a_pool(gpus: Callable[..., list[Gp
     servers[1].drop_mid_stream(5, count=1)
     assert text_of(events(client.read(client.open(TEXT, json=body(TEXT))))) == expected(TEXT)
     client.close()
+
+
+@pytest.mark.parametrize("choices", ["null", "7", '"a"', "[]", "[7]", '["a"]', "[null]", "[[]]", '{"0": 1}'])
+@pytest.mark.parametrize("joined", [False, True])
+def test_an_event_of_another_shape_is_passed_on(choices: str, joined: bool) -> None:
+    seam = Seam({"stream": True, "prompt": PROMPT}, chat=False)
+    seam.feed(b'data: {"id": "one", "choices": [{"text": "a"}]}\n\n')
+    seam.joined = joined
+    passed = seam.feed(f'data: {{"id": "one", "choices": {choices}}}\n\n'.encode())
+    assert json.loads(passed.removeprefix(b"data: ")) == {"id": "one", "choices": json.loads(choices)}
+    assert seam.text == "a"

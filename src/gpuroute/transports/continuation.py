@@ -167,8 +167,7 @@ class Seam:
         """Learn from one event that the caller gets."""
         if not self._identity:
             self._identity = {key: event[key] for key in ("id", "object", "created", "model") if key in event}
-        choices = event.get("choices")
-        choice = choices[0] if isinstance(choices, list) and choices else {}
+        choice = _first_choice(event)
         delta = choice.get("delta") if self._chat else choice
         delta = delta if isinstance(delta, dict) else {}
         text = delta.get("content" if self._chat else "text")
@@ -189,8 +188,7 @@ class Seam:
         if not event:
             return raw
         self._note(event)
-        choices = event.get("choices")
-        choice = choices[0] if isinstance(choices, list) and choices else {}
+        choice = _first_choice(event)
         delta = choice.get("delta")
         opens = isinstance(delta, dict) and delta.pop("role", None) and not delta.get("content")
         if opens and not choice.get("finish_reason") and not event.get("usage"):
@@ -208,6 +206,12 @@ class Seam:
 
 
 _STRANGE = ("tool_calls", "function_call", "reasoning", "reasoning_content", "refusal", "logprobs", "audio")
+
+
+def _first_choice(event: dict[str, Any]) -> dict[str, Any]:
+    choices = event.get("choices")
+    choice = choices[0] if isinstance(choices, list) and choices else None
+    return choice if isinstance(choice, dict) else {}
 
 
 def _split(events: bytes) -> list[bytes]:
