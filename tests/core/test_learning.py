@@ -7,12 +7,11 @@ import math
 import pytest
 from stage import Stage
 
-from gpuroute.core.asking import copies
 from gpuroute.core.candidates import Ask
 from gpuroute.core.learning import UNHEARD_S, learn_bid, learn_first_token, learn_latency, learn_silence
 from gpuroute.core.pickers import queue_depth
 from gpuroute.core.report import Report
-from gpuroute.core.sources import worth_asking
+from gpuroute.core.sources import copies, worth_asking
 from gpuroute.core.speed import Rate, shrunk
 
 RATE = 27e-6
