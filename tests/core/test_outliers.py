@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from stage import ERROR_500, OK, Answer, Stage, endpoints
 
 from gpuroute.core.breaker import BreakerRules
+from gpuroute.core.health import Checked, HealthRules
 from gpuroute.core.outcome import Outcome
 from gpuroute.core.outliers import OutlierRules
 from gpuroute.core.state import EJECTION
@@ -136,6 +137,21 @@ def test_what_was_slow_and_is_quick_again_is_ejected_once() -> None:
     for _ in range(30):
         answer_in(stage, {**usual, "gpu-0": 0.1}, 4)
     assert stage.pool.shared.signals.ejections == 1
+
+
+@pytest.mark.parametrize("checks", ["two good ones", "three bad ones"])
+def test_health_checks_neither_lift_nor_shorten_what_they_did_not_begin(checks: str) -> None:
+    stage = Stage(4)
+    state, checked = stage.state("gpu-0"), Checked(HealthRules(), stage.clock(), lambda: 0.5)
+    for _ in range(3):
+        checked.ended(stage.pool, state, stage.clock(), well=False)
+    assert ejected(stage) == {"gpu-0"}
+    stage.pool.tick(stage.clock.advance(60.0))  # it ended by itself
+    assert stage.pool.outliers.eject(state, stage.pool.snapshot.routable, stage.pool.shared, stage.clock())
+    until = state.until[EJECTION]
+    for _ in range(3):
+        checked.ended(stage.pool, state, stage.clock(), well=checks == "two good ones")
+    assert state.until[EJECTION] == until
 
 
 @settings(max_examples=60, deadline=None)

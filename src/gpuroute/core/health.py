@@ -42,7 +42,7 @@ class HealthRules:
 class Checked:
     """The checks of one endpoint: when the next is due, and what the last ones said. One thread."""
 
-    __slots__ = ("_failures", "_served", "_successes", "due_at", "ejected", "rules")
+    __slots__ = ("_failures", "_served", "_successes", "_until", "due_at", "ejected", "rules")
 
     def __init__(self, rules: HealthRules, now: float, random: Callable[[], float]) -> None:
         self.rules = rules
@@ -51,6 +51,7 @@ class Checked:
         self._failures = 0
         self._successes = 0
         self._served = -1
+        self._until = -math.inf  # of the ejection by checks
 
     def begin(self, now: float, random: Callable[[], float]) -> None:
         """A check starts; note when the next is due."""
@@ -68,14 +69,21 @@ class Checked:
             self._take_out(pool, state, now)
         elif self.ejected and self._successes >= self.rules.rise:
             self.ejected = False
-            state.set_cap(EJECTION, math.inf)
-            start_ramp(state, now)
+            if self._is_out(state):
+                state.set_cap(EJECTION, math.inf)
+                start_ramp(state, now)
+
+    def _is_out(self, state: EndpointState) -> bool:
+        """True if it is out by the checks, and not by now for something else."""
+        return state.until.get(EJECTION) == self._until
 
     def _take_out(self, pool: Pool, state: EndpointState, now: float) -> None:
         """Out for as long as checks go on failing; the cap on ejections holds for checks as for everything."""
         seconds = self.rules.interval_s * (self.rules.fall + 1)
         with pool.lock:
-            if self.ejected and EJECTION in state.caps:
+            if self.ejected and self._is_out(state):
                 state.set_cap(EJECTION, 0, now + seconds)
             else:
                 self.ejected = pool.outliers.eject(state, pool.snapshot.routable, pool.shared, now, seconds)
+            if self.ejected:
+                self._until = state.until.get(EJECTION, -math.inf)
