@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import ssl
@@ -15,12 +16,22 @@ from agent.test_agent_grpc import GrpcAgent, asked
 from agent.test_digest import Collected, entries, fleet_of
 
 from gpuroute.agent import collect, digest_server
+from gpuroute.agent.answers import Answers
+from gpuroute.agent.grpc_server import Listening, serve
+from gpuroute.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
 pytestmark = pytest.mark.real_time
+
+
+def test_an_agent_does_not_start_with_an_empty_certificate(tmp_path: Path) -> None:
+    for name in ("ca", "cert", "key"):
+        (tmp_path / f"{name}.pem").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"pem: is empty"):
+        asyncio.run(serve(Listening(host="127.0.0.1", port=0, **files(tmp_path)), Answers(desks(1))))
 
 
 class Authority:
@@ -74,8 +85,11 @@ def test_an_agent_shows_the_certificate_that_its_files_hold_now(
         second.give(tmp_path)
         assert asked(agent, "sync", **new, agent_key=None) >= 1
         assert asked(agent, "sync", **old, agent_key=None, ask_timeout="300ms") == 0
-        (tmp_path / "cert.pem").unlink()
-        assert asked(agent, "sync", **new, agent_key=None) >= 1, "what was read last stays"
+        for name in ("ca", "cert", "key"):
+            (tmp_path / f"{name}.pem").write_bytes(b"")  # as somebody writes it just now
+            assert asked(agent, "sync", **new, agent_key=None) >= 1, "what was read last stays"
+            (tmp_path / f"{name}.pem").unlink()
+        assert asked(agent, "sync", **new, agent_key=None) >= 1
 
 
 def test_a_client_shows_and_believes_what_its_files_hold_now(

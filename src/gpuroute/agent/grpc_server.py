@@ -6,7 +6,6 @@ import ipaddress
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -15,6 +14,7 @@ import grpc.aio
 from gpuroute.agent.server import netloc, stamps
 from gpuroute.core.asking import GRPC_METHOD
 from gpuroute.errors import ConfigError
+from gpuroute.forms import read_pem
 
 if TYPE_CHECKING:
     from gpuroute.agent.answers import Answers
@@ -56,6 +56,8 @@ async def serve(listening: Listening, answers: Answers) -> tuple[grpc.aio.Server
             port = server.add_secure_port(address, _credentials(listening))
         else:
             port = server.add_insecure_port(address)
+    except ValueError as error:
+        raise ConfigError(f"agent over gRPC: {error}") from None
     except RuntimeError:
         raise OSError(98, f"{address} cannot be listened on") from None
     await server.start()
@@ -68,7 +70,7 @@ def _credentials(listening: Listening) -> grpc.ServerCredentials:
 
     def renewed() -> Any:
         nonlocal seen
-        with suppress(OSError):  # between two files: the next handshake looks again
+        with suppress(OSError, ValueError):  # between two files: the next handshake looks again
             now = stamps(listening.key, listening.cert, listening.ca)
             if now != seen:
                 seen, read = now, _read(listening)
@@ -79,8 +81,8 @@ def _credentials(listening: Listening) -> grpc.ServerCredentials:
 
 
 def _read(listening: Listening) -> grpc.ServerCertificateConfiguration:
-    pair = Path(listening.key).read_bytes(), Path(listening.cert).read_bytes()
-    return grpc.ssl_server_certificate_configuration([pair], Path(listening.ca).read_bytes() if listening.ca else None)
+    key, cert, ca = map(read_pem, (listening.key, listening.cert, listening.ca))
+    return grpc.ssl_server_certificate_configuration([(key or b"", cert or b"")], ca)
 
 
 class _Handler(grpc.GenericRpcHandler):
