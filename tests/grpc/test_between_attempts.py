@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
-from world import PATIENCE_S, PATIENT, Server, drained, method, refused_url, router_of, soon
+from world import PATIENCE_S, PATIENT, Server, drained, method, refused_url, router_of, servers, soon
 
 import gpuroute
 import gpuroute.grpc
 import gpuroute.grpc.aio
+from gpuroute.testing import FakeRegistry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -147,6 +148,29 @@ def test_closing_ends_the_calls_of_other_loops_too() -> None:
         assert drained(router)
     finally:
         server.stop()
+
+
+def test_closing_ends_a_stream_whose_endpoint_has_left_the_registry() -> None:
+    registry = FakeRegistry()
+
+    async def run(channel: Any) -> Any:
+        call = channel.unary_stream(method("Count"))(b"1 wait")
+        assert await call.read() == b"0"
+        registry.set({"p": [staying.url]})
+        assert await channel.unary_unary(method("Who"))(b"") == b"s1"
+        reading = asyncio.create_task(call.read())
+        async with grpc.aio.insecure_channel(staying.target) as plain:  # grpcio before 1.83 looks at all tasks
+            assert await plain.unary_unary(method("Who"))(b"") == b"s1"
+        assert not reading.done()
+        await channel.close()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(reading, PATIENCE_S)
+        return await call.code()
+
+    with servers(2) as (leaving, staying):
+        registry.set({"p": [leaving.url]})
+        with gpuroute.Router(registry, **PATIENT) as router:
+            assert asyncio.run(run(gpuroute.grpc.aio.channel(router, "p"))) is CODE.CANCELLED
 
 
 # ------------------------------------------------------------------------------------------ cancelling, in asyncio

@@ -109,11 +109,11 @@ class RoutedAioChannel(Makers, grpc.aio.Channel):
         self._hub.close()
         here, closing = get_running_loop(), []
         for loop, peers in tuple(self.by_loop.items()):
-            for peer in peers.close():
-                if loop is here:
-                    closing.append(peer.channel.close(grace))
-                else:
-                    _tell(loop, _close_there, peer.channel, grace)
+            channels = [peer.channel for peer in peers.close()]
+            if loop is here:
+                closing.append(_end(peers, channels, grace))
+            else:
+                _tell(loop, _end_there, peers, channels, grace)
         for flight in tuple(self._hub.asleep):
             _tell(flight.loop, flight.wake)
         await asyncio.gather(*closing)
@@ -141,9 +141,24 @@ def _tell(loop: asyncio.AbstractEventLoop, *what: Any) -> None:
         loop.call_soon_threadsafe(*what)
 
 
-def _close_there(channel: grpc.aio.Channel, grace: float | None) -> None:
+async def _end(peers: Peers, channels: list[Any], grace: float | None) -> None:
+    """End what runs in this loop, streams too: older releases of grpcio leave those running, and wait for none."""
+    closing = asyncio.gather(*(channel.close(grace) for channel in channels))
+    running = [stream for stream in peers.streams if not stream.over]
+    if grace and running:
+        ended = asyncio.Event()
+        for stream in running:
+            stream.when_over(lambda: ended.set() if all(one.over for one in running) else None)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(ended.wait(), grace)
+    await closing
+    for stream in running:
+        stream.give_up()
+
+
+def _end_there(*what: Any) -> None:
     """In another loop than that which closed the routed channel."""
-    task = asyncio.ensure_future(channel.close(grace))
+    task = asyncio.ensure_future(_end(*what))
     _CLOSING.add(task)
     task.add_done_callback(_CLOSING.discard)
 
@@ -205,8 +220,10 @@ class _Method(Multicallable):
         self, flight: Flight, timeout: float | None, metadata: Any, patient: bool | None, *, inside: bool = False
     ) -> bool:
         """Begin a call that is not to be routed, over a plain channel; False if it is."""
-        plain = self.hub.unrouted(self._channel.peers(flight.loop), metadata, inside=inside)
+        peers = self._channel.peers(flight.loop)
+        plain = self.hub.unrouted(peers, metadata, inside=inside)
         if plain is not None:
+            peers.streams.add(flight)
             flight.adopt(flight.send(plain[0], timeout, plain[1], patient))
         return plain is not None
 
@@ -220,8 +237,10 @@ class _Method(Multicallable):
             flight.launch_later(_ask(flight, rpc, asker))
         else:
             flight.launch(first=True)
-        if self.streaming and self._one and rpc.call.pool.rules.watchdog.enabled:
-            flight.watch()
+        if self.streaming:
+            peers.streams.add(flight)
+            if self._one and rpc.call.pool.rules.watchdog.enabled:
+                flight.watch()
 
     async def _begin_later(
         self, flight: Flight, timeout: float | None, metadata: Any, patient: bool | None, *, inside: bool

@@ -26,6 +26,8 @@ class _Routed(grpc.aio.Call):
     """Call methods common to the four kinds."""
 
     _flight: Flight
+    _channel = None
+    """grpcio before 1.83 looks for it, in the calls of all tasks, whenever a channel is closed, and raises without it."""
 
     def cancel(self) -> bool:
         """Cancel; True if it was still running."""

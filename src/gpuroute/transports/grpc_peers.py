@@ -17,6 +17,7 @@ from inspect import unwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
+from weakref import WeakSet
 
 import grpc
 from grpc.experimental import ChannelOptions
@@ -88,7 +89,8 @@ class Peer:
 class Peers:
     """The open channels of one routed channel. Safe from any thread."""
 
-    __slots__ = ("_by_id", "_close", "_lock", "_open", "closed", "idle", "on_open", "reports", "sweep_at", "version")
+    __slots__ = ("_by_id", "_close", "_lock", "_open", "closed", "idle", "on_open", "reports", "streams", "sweep_at",
+                 "version")  # fmt: skip
 
     def __init__(
         self,
@@ -107,6 +109,8 @@ class Peers:
         self.idle = idle
         self.on_open: Callable[[Peer], None] | None = None
         self.reports = reports
+        self.streams: WeakSet[Any] = WeakSet()
+        """What runs in asyncio and is to be ended at the close, as grpcio may forget it."""
 
     def hold(self, endpoint: Endpoint, token: object, now: float) -> Peer:
         """The channel to an endpoint, kept open until `release(peer, token)`. Raises ConfigError on bad TLS files,
