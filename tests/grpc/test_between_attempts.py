@@ -173,6 +173,39 @@ def test_closing_ends_a_stream_whose_endpoint_has_left_the_registry() -> None:
             assert asyncio.run(run(gpuroute.grpc.aio.channel(router, "p"))) is CODE.CANCELLED
 
 
+@pytest.mark.parametrize("kind", ["blocking", "asyncio"])
+def test_closing_ends_a_call_whose_endpoint_has_left_the_registry(kind: str) -> None:
+    registry, slow, who = FakeRegistry(), method("Slow"), method("Who")
+
+    def leave(leaving: Server, staying: Server) -> None:
+        assert soon(lambda: leaving.service.received == 1)
+        registry.set({"p": [staying.url]})
+
+    def run(router: gpuroute.Router, leaving: Server, staying: Server) -> grpc.StatusCode:
+        with gpuroute.grpc.channel(router, "p") as channel:
+            call = channel.unary_unary(slow).future(b"")
+            leave(leaving, staying)
+            assert channel.unary_unary(who)(b"") == b"s1"
+            assert not call.done()
+        return call.exception(timeout=PATIENCE_S).code()
+
+    async def run_there(router: gpuroute.Router, leaving: Server, staying: Server) -> grpc.StatusCode:
+        async with gpuroute.grpc.aio.channel(router, "p") as channel:
+            call = asyncio.ensure_future(use(channel.unary_unary(slow)(b"")))
+            await asyncio.to_thread(leave, leaving, staying)
+            assert await channel.unary_unary(who)(b"") == b"s1"
+            assert not call.done()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(call, PATIENCE_S)
+        return CODE.CANCELLED
+
+    with servers(2) as (leaving, staying):
+        registry.set({"p": [leaving.url]})
+        with gpuroute.Router(registry, **PATIENT) as router:
+            its = (router, leaving, staying)
+            assert (run(*its) if kind == "blocking" else asyncio.run(run_there(*its))) is CODE.CANCELLED
+
+
 # ------------------------------------------------------------------------------------------ cancelling, in asyncio
 
 

@@ -89,8 +89,8 @@ class Peer:
 class Peers:
     """The open channels of one routed channel. Safe from any thread."""
 
-    __slots__ = ("_by_id", "_close", "_lock", "_open", "closed", "idle", "on_open", "reports", "streams", "sweep_at",
-                 "version")  # fmt: skip
+    __slots__ = ("_by_id", "_close", "_leaving", "_lock", "_open", "closed", "idle", "on_open", "reports", "streams",
+                 "sweep_at", "version")  # fmt: skip
 
     def __init__(
         self,
@@ -102,6 +102,7 @@ class Peers:
         self._open = opener
         self._close = close
         self._by_id: dict[str, Peer] = {}
+        self._leaving: set[Peer] = set()  # let go of, and with calls that still run
         self._lock = threading.Lock()
         self.sweep_at = 0.0
         self.version = 0
@@ -130,6 +131,7 @@ class Peers:
         """The call that held this peer has ended. Idempotent."""
         peer.live.discard(token)
         if peer.gone and not peer.live:
+            self._leaving.discard(peer)
             self._close(peer.channel)
 
     def sweep(self, wanted: Container[str], now: float, version: int = 0) -> None:
@@ -154,7 +156,7 @@ class Peers:
         """Forget all peers and hand them to the caller, who ends them."""
         with self._lock:
             self.closed = True
-            peers = list(self._by_id.values())
+            peers = [*self._by_id.values(), *tuple(self._leaving)]
             self._by_id.clear()
         for peer in peers:
             peer.gone = True
@@ -162,8 +164,8 @@ class Peers:
 
     def abandon(self) -> None:
         """Start afresh in a forked child."""
-        _ABANDONED.append(self._by_id)
-        self._by_id = {}
+        _ABANDONED.append((self._by_id, self._leaving))
+        self._by_id, self._leaving = {}, set()
         self._lock = threading.Lock()
 
     def __iter__(self) -> Iterator[Peer]:
@@ -190,8 +192,10 @@ class Peers:
         return peer
 
     def _end(self, peer: Peer) -> None:
+        self._leaving.add(peer)
         peer.gone = True
         if not peer.live:
+            self._leaving.discard(peer)
             self._close(peer.channel)
 
 
