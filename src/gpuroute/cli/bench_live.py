@@ -217,9 +217,13 @@ def _row(name: str, calls: list[Call], counts: Counter[str], scene: Scene) -> di
         "cached_share": round(sum(call.cached for call in counted) / prompt, 4) if prompt else 0.0,
         "failed": sum(call.ttft is None for call in counted),
         "calls": len(counted),
-        "answered_share": round((counts["answers"] - counts["late"]) / counts["asks"], 4) if counts["asks"] else None,
-        "timeout_share": round(counts["timeouts"] / counts["calls"], 4) if counts["calls"] else None,
+        "answered_share": _share(counts["answers"] - counts["late"], counts["asks"] + counts["again"]),
+        "timeout_share": _share(counts["timeouts"], counts["calls"]),
     }
+
+
+def _share(part: int, whole: int) -> float | None:
+    return round(part / whole, 4) if whole else None
 
 
 # ---------------------------------------------------------------------------------------------- the fleet
