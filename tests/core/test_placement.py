@@ -5,11 +5,15 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
+from typing import TYPE_CHECKING
 
 from stage import OK, Stage, places
 
 from gpuroute.core.candidates import Ask
 from gpuroute.core.placement import OWNERS, Placements
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def test_a_pool_remembers_placements_from_its_first_call_on() -> None:
@@ -62,7 +66,7 @@ def test_a7_two_hundred_thousand_prompts_level_off_under_the_cap() -> None:
     assert max(sizes[len(sizes) // 2 :]) <= max(sizes[: len(sizes) // 2])
 
 
-def test_a7_endpoints_that_come_and_go_leave_a_bounded_trace() -> None:
+def test_a7_endpoints_that_come_and_go_leave_a_bounded_trace(eventually: Callable[..., None]) -> None:
     stage = Stage(2, policy="prefix")
     gone: list[weakref.ref[object]] = []
     for generation in range(1_500):
@@ -70,10 +74,13 @@ def test_a7_endpoints_that_come_and_go_leave_a_bounded_trace() -> None:
         stage.drive(lambda _: OK, ask=Ask(ladder=(generation,)))
         gone.append(weakref.ref(stage.state(f"pod-{generation}")))
     stage.update({"gpu-0": 1.0})
-    gc.collect()
-    kept = [state for ref in gone if (state := ref()) is not None]
-    # MAX_DEPARTED are kept for flaps. Two more were seen once in a busy process, held by nothing that the pool knows of.
-    assert len(kept) <= 1_010, [type(holder) for holder in gc.get_referrers(kept[0])]
+
+    def kept() -> int:
+        gc.collect()
+        return sum(ref() is not None for ref in gone)
+
+    # MAX_DEPARTED are kept for flaps. Who else of this process holds one for a moment lets go of it.
+    eventually(lambda: kept() <= 1_000, "what left earlier is forgotten")
     assert len(stage.pool.snapshot.states) == 1
     assert not stage.pool.shared.limited
 
