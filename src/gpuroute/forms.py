@@ -219,3 +219,8 @@ def read_pem(path: str | None) -> bytes | None:
     if b"-----BEGIN " not in data:
         raise ValueError(f"{path}: is {'no PEM file' if data else 'empty'}")
     return data
+
+
+def stamps(*files: str | None) -> tuple[int, ...]:
+    """When these files changed, in nanoseconds; no path is no file. Raises OSError if one is not here."""
+    return tuple(Path(file).stat().st_mtime_ns for file in files if file)

@@ -10,7 +10,8 @@ import httpcore
 import pytest
 import trustme
 
-from gpuroute.transports.wires import Address, Wire
+from gpuroute.transports.reach import Address
+from gpuroute.transports.wires import Wire
 
 if TYPE_CHECKING:
     from http_stub import Stage

@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
-from gpuroute.agent.server import netloc, stamps
+from gpuroute.agent.server import netloc
 from gpuroute.core.asking import (
     GRPC_METHOD,
     AskBody,
@@ -30,7 +30,7 @@ from gpuroute.core.asking import (
 )
 from gpuroute.core.digest import Entry
 from gpuroute.core.endpoint import engine_of_agent
-from gpuroute.forms import read_pem
+from gpuroute.forms import read_pem, stamps
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -159,7 +159,7 @@ class Collector:
         """Channels keep the certificates that they were opened with; those that were replaced end before long."""
         self._look_at = now + RENEWED_S
         with suppress(OSError):
-            seen = stamps(*(file or "" for file in self._files))
+            seen = stamps(*self._files)
             if seen != self._stamps:
                 self._stamps = seen
                 for known in [known for known in self._channels if known[0] == "grpcs"]:

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import parse_qs, urlsplit
 
 from gpuroute.agent.answers import AHEAD_MS, BEHIND_MS
-from gpuroute.agent.server import netloc, stamps
+from gpuroute.agent.server import netloc
 from gpuroute.core.digest import AGE_HEADER, AUTH_HEADER, PATH, TAG_HEADER, mac_of, tag_of
 from gpuroute.errors import ConfigError
+from gpuroute.forms import stamps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import grpc.aio
 
-from gpuroute.agent.server import netloc, stamps
+from gpuroute.agent.server import netloc
 from gpuroute.core.asking import GRPC_METHOD
 from gpuroute.errors import ConfigError
-from gpuroute.forms import read_pem
+from gpuroute.forms import read_pem, stamps
 
 if TYPE_CHECKING:
     from gpuroute.agent.answers import Answers

@@ -9,7 +9,6 @@ import ipaddress
 import select
 import socket
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpuroute.errors import ConfigError
@@ -28,11 +27,6 @@ BUFFER = 1 << 20
 def netloc(host: str, port: int) -> str:
     """HOST:PORT as in a URL: an IPv6 address in brackets."""
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
-
-
-def stamps(*files: str) -> tuple[int, ...]:
-    """When these files changed; "" is none. Raises OSError if one is not here."""
-    return tuple(Path(file).stat().st_mtime_ns for file in files if file)
 
 
 def open_socket(host: str, port: int, *, authenticated: bool, insecure: bool = False) -> socket.socket:

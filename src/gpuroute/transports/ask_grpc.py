@@ -8,13 +8,12 @@ from __future__ import annotations
 import threading
 import time
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
 
 from gpuroute.core.asking import GRPC_METHOD
-from gpuroute.forms import read_pem
+from gpuroute.forms import read_pem, stamps
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -74,9 +73,9 @@ class Channels:
         """A channel keeps the certificates that it was opened with; those that were replaced end before long."""
         self._look_at = now + RENEWED_S
         with suppress(OSError):
-            stamps = tuple(Path(path).stat().st_mtime_ns for path in self._files if path)
-            if stamps != self._stamps:
-                self._stamps = stamps
+            seen = stamps(*self._files)
+            if seen != self._stamps:
+                self._stamps = seen
                 for key in [key for key in self._open if key[0] == "grpcs"]:
                     self._open.pop(key).channel.close()
 

@@ -20,7 +20,8 @@ from urllib.parse import urlsplit
 from gpuroute.core.health import Checked, HealthRules
 from gpuroute.engines.catalog import engine_of
 from gpuroute.errors import ConfigError
-from gpuroute.transports.pools import changed, tls_name
+from gpuroute.forms import stamps
+from gpuroute.transports.pools import tls_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -110,7 +111,8 @@ async def _http(endpoint: Endpoint, timeout: float) -> bool:  # noqa: ARG001  (t
     """True if the engine's readiness path answers 2xx."""
     url = urlsplit(endpoint.url)
     secure = url.scheme == "https"
-    context = _context(endpoint.tls, changed(endpoint.tls)) if secure else None
+    tls = endpoint.tls
+    context = _context(tls, stamps(tls.ca, tls.cert, tls.key)) if secure else None
     name = (tls_name(endpoint) or url.hostname) if secure else None
     reader, writer = await asyncio.open_connection(
         url.hostname, url.port or (443 if secure else 80), ssl=context, server_hostname=name

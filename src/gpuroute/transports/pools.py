@@ -17,12 +17,13 @@ import time
 from collections import OrderedDict
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpuroute.errors import ConfigError
+from gpuroute.forms import stamps
 from gpuroute.transports.gates import AsyncGate, Gate
-from gpuroute.transports.wires import Address, AsyncWire, Wire
+from gpuroute.transports.reach import Address
+from gpuroute.transports.wires import AsyncWire, Wire
 
 if TYPE_CHECKING:
     import ssl
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from gpuroute.core.pool import Pool
     from gpuroute.core.state import EndpointState
     from gpuroute.transports.library import Library
-    from gpuroute.transports.wires import SocketOption
+    from gpuroute.transports.reach import SocketOption
 
 _VERSION = re.compile(rb"v[0-9]+[a-z0-9]*")
 
@@ -80,7 +81,7 @@ class Trust:
         if not (tls.ca or tls.cert):
             return self.shared()
         try:
-            return self._built((tls, changed(tls)), lambda: self._own(tls))
+            return self._built((tls, stamps(tls.ca, tls.cert, tls.key)), lambda: self._own(tls))
         except OSError as error:
             raise UnusableFiles(f"TLS files of an endpoint cannot be used: {error}") from error
 
@@ -314,11 +315,6 @@ def _netloc(library: Library, scheme: str, authority: str) -> bytes:
     except library.client.InvalidURL:
         return authority.encode()
     return netloc
-
-
-def changed(tls: Tls) -> tuple[int, ...]:
-    """When the files of an endpoint changed. Raises OSError if one is not here."""
-    return tuple(Path(path).stat().st_mtime_ns for path in (tls.ca, tls.cert, tls.key) if path)
 
 
 def tls_name(endpoint: Endpoint) -> str:

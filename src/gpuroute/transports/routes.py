@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from gpuroute.transports.asking import Asking
     from gpuroute.transports.continuation import Seam
     from gpuroute.transports.library import Library
+    from gpuroute.transports.reach import SocketOption
     from gpuroute.transports.trips import Head
-    from gpuroute.transports.wires import SocketOption
 
 ANY_POOL = "gpuroute"
 _NO_HOST = (

@@ -24,9 +24,12 @@ from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol, Self, cast
 
+from gpuroute.transports.reach import UNREACHABLE, reach, reached
+
 if TYPE_CHECKING:
-    import ssl
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
+
+    from gpuroute.transports.reach import Address
 
 INF = math.inf
 BUFFER = 256 * 1024
@@ -35,16 +38,8 @@ BUFFER = 256 * 1024
 COPIED = 64 * 1024
 """Bytes of a body up to which they are copied to leave in one packet with the head."""
 
-ADDRESS_S = (0.3, 1.0)
-"""Seconds, from and to, to wait for one address of a host that has others left."""
-
 LONGEST = 1e6
 """Seconds that a socket can be told to wait: the operating system cannot count as far as a caller can write."""
-
-UNREACHABLE = (OSError, UnicodeError, OverflowError)
-"""What connecting raises; the latter two for a host or a port that cannot be one."""
-
-SocketOption = tuple[int, int, Any]
 
 
 class Core(Protocol):
@@ -57,28 +52,6 @@ class Core(Protocol):
     ReadTimeout: type[Exception]
     WriteError: type[Exception]
     WriteTimeout: type[Exception]
-
-
-class Address:
-    """Where and how to connect: all that an endpoint's URL and the client's settings say."""
-
-    __slots__ = ("context", "host", "local", "options", "port", "server_name")
-
-    def __init__(
-        self,
-        host: str,
-        port: int,
-        context: ssl.SSLContext | None = None,
-        server_name: str = "",
-        local: str | None = None,
-        options: Iterable[SocketOption] = (),
-    ) -> None:
-        self.host = host
-        self.port = port
-        self.context = context
-        self.server_name = server_name or host
-        self.local = local
-        self.options = tuple(options)
 
 
 class Wire:
@@ -105,7 +78,7 @@ class Wire:
             raise core.ConnectTimeout("no time is left to connect")
         timeout = _bounded(timeout)
         try:
-            sock = _reach(address, timeout)
+            sock = reach(address, timeout)
             try:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 for option in address.options:
@@ -250,7 +223,7 @@ class AsyncWire(asyncio.Protocol):
         context = address.context
         try:
             async with asyncio.timeout(timeout):
-                sock = await _reached(wire._loop, address, timeout)
+                sock = await reached(wire._loop, address, timeout)
                 name = address.server_name if context is not None else None
                 await wire._loop.create_connection(lambda: wire, sock=sock, ssl=context, server_hostname=name)
         except TimeoutError as error:
@@ -403,68 +376,6 @@ class AsyncWire(asyncio.Protocol):
         """The send buffer has room."""
         self._full = False
         _wake(self._writing)
-
-
-def _reach(address: Address, timeout: float | None) -> socket.socket:
-    """A socket that is connected to one of the host's addresses: who swallows all must not use up the others' time."""
-    infos = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-    until = None if timeout is None else time.monotonic() + timeout
-    for (family, kind, protocol, _, where), share in zip(infos, _shares(len(infos), timeout), strict=True):
-        sock = None
-        try:
-            sock = socket.socket(family, kind, protocol)
-            if address.local:
-                sock.bind((address.local, 0))
-            left = INF if until is None else max(1e-3, until - time.monotonic())
-            sock.settimeout(None if min(left, share) == INF else min(left, share))
-            sock.connect(where)
-        except BaseException as error:
-            if sock is not None:
-                sock.close()
-            if share == INF or not isinstance(error, OSError):
-                raise
-        else:
-            return sock
-    raise OSError(f"{address.host} has no address")
-
-
-async def _reached(loop: asyncio.AbstractEventLoop, address: Address, timeout: float | None) -> socket.socket:
-    """The same for a task, whose timeout is its caller's to keep."""
-    if _is_literal(address.host):  # no look-up, and no thread for it
-        infos = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-    else:
-        infos = await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-    for (family, kind, protocol, _, where), share in zip(infos, _shares(len(infos), timeout), strict=True):
-        sock = None
-        try:
-            sock = socket.socket(family, kind, protocol)
-            sock.setblocking(False)
-            if address.local:
-                sock.bind((address.local, 0))
-            async with asyncio.timeout(None if share == INF else share):
-                await loop.sock_connect(sock, where)
-        except BaseException as error:
-            if sock is not None:
-                sock.close()
-            if share == INF or not isinstance(error, OSError):
-                raise
-        else:
-            return sock
-    raise OSError(f"{address.host} has no address")
-
-
-def _shares(addresses: int, timeout: float | None) -> list[float]:
-    """Seconds for each of a host's addresses; no bound for the last one."""
-    share = ADDRESS_S[1] if timeout is None else min(ADDRESS_S[1], max(ADDRESS_S[0], timeout / max(1, addresses)))
-    return [share] * (addresses - 1) + [INF] * min(1, addresses)
-
-
-def _is_literal(host: str) -> bool:
-    try:
-        socket.inet_pton(socket.AF_INET6 if ":" in host else socket.AF_INET, host.partition("%")[0])
-    except OSError:
-        return False
-    return True
 
 
 def _more_patience(patience: Callable[[], float] | None) -> float:
