@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import random
@@ -33,6 +34,10 @@ settings.load_profile("gpuroute")
 # Who starts the tests in the background of a shell may have SIGINT ignored, which the commands under test would inherit.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# A forked child that collects a gRPC object of its parent never ends: what other tests left as garbage stays that.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=gc.freeze, after_in_parent=gc.unfreeze)
 
 DISTURBED_S = 0.2
 """So much time taken by the machine may make the difference where real clocks run: leases end, timeouts pass."""

@@ -160,8 +160,6 @@ def run(args: argparse.Namespace) -> int:
 
 def measure(scene: Scene, names: Sequence[str], rounds: int) -> list[dict[str, Any]]:
     """One row for each policy; they take turns `rounds` times."""
-    import gpuroute.httpx2  # noqa: F401  (once, before the clients are forked)
-
     found: dict[str, list[list[Call]]] = {name: [] for name in names}
     asked: dict[str, Counter[str]] = {name: Counter() for name in names}
     loads: dict[str, list[float]] = {name: [] for name in names}
@@ -375,11 +373,13 @@ def _start_clients(scene: Scene, stack: ExitStack) -> list[Connection]:
     until = scene.warmup + scene.window
     trace = load_trace(scene.trace, seed=scene.seed)
     rows = list(trace.superpose(scene.copies, scene.seed, until, common=scene.common))
-    fork = multiprocessing.get_context("fork")
+    # Not forked from here: this process may hold gRPC objects as garbage, and a child that collects them never ends.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["gpuroute.httpx2", __name__])
     pipes = []
     for number in range(scene.clients):
-        here, there = fork.Pipe()
-        process = fork.Process(target=_client, args=(there, rows[number :: scene.clients], scene), daemon=True)
+        here, there = context.Pipe()
+        process = context.Process(target=_client, args=(there, rows[number :: scene.clients], scene), daemon=True)
         process.start()
         there.close()
         stack.callback(process.kill)
