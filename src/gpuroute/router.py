@@ -410,13 +410,21 @@ class Router:
         return RouterView(
             source=self._describe_source(),
             stale=fleet.stale if fleet else True,
-            registry_age_s=now - self._fleet_at if fleet else None,
+            registry_age_s=self.registry_age,
             registry_error=self._trouble(),
             problems=fleet.problems if fleet else (),
             version=self.version,
             digest_error=self._digest.error if self._digest else None,
             pools=self._pools.views(now),
         )
+
+    @property
+    def registry_age(self) -> float | None:
+        """Seconds since the registry last confirmed the fleet as it is in use; None before the first view."""
+        if self._fleet is None:
+            return None
+        age = getattr(self._subscription, "age", None)  # registries of others need not say
+        return age(time.time()) if age is not None else self.clock() - self._fleet_at
 
     def _trouble(self) -> str | None:
         """What is wrong with the watch, or with keeping an ordinal."""

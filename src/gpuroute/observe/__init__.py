@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Protocol
 from gpuroute.observe.logs import log_failure
 
 if TYPE_CHECKING:
-    from collections.abc import MutableMapping
+    from collections.abc import Callable, MutableMapping
 
     from gpuroute.core.attempt import Attempt
     from gpuroute.core.call import Call
-    from gpuroute.core.describe import RouterView
     from gpuroute.core.pool import Pool
 
 __all__ = ["Observer", "observer", "watch", "watched"]
@@ -52,11 +51,16 @@ class Observer:
 class Watched(Protocol):
     """What gauges and counters read: a Router."""
 
-    def snapshot(self) -> RouterView:
-        """The router's state now."""
+    @property
+    def clock(self) -> Callable[[], float]:
+        """Its clock, in seconds."""
+
+    @property
+    def registry_age(self) -> float | None:
+        """Seconds since its registry last confirmed the fleet, if it ever did."""
 
     def pools(self) -> tuple[Pool, ...]:
-        """Its pools, for their counters."""
+        """Its pools."""
 
 
 LOOK_EVERY_S = 1.0

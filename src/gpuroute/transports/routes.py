@@ -179,7 +179,7 @@ class Routes:
         return True
 
     def _known(self) -> str:
-        return ", ".join(sorted(self.router.snapshot().pools)) or "none"
+        return ", ".join(sorted({pool.name for pool in self.router.pools()})) or "none"
 
     def _is_pool(self, name: str) -> bool:
         """Whether a host is meant as a pool, for a kill switch that must not carry foreign calls to the fallback."""
