@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import json
 import logging
+import os
 import pickle
 import traceback
 from typing import TYPE_CHECKING, Any
@@ -274,6 +275,26 @@ def test_secret_from_file(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         Settings.from_env(environ)
+
+
+def test_a_secret_that_is_a_file_is_what_the_file_has_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "password"
+    path.write_text("first\n")
+    environ = {"GPUROUTE_ETCD_USER": "u", "GPUROUTE_ETCD_PASSWORD_FILE": "password", "GPUROUTE_REGISTRY": "etcd://h"}
+    monkeypatch.chdir(tmp_path)
+    router = Router(settings=Settings.from_env(environ))
+    monkeypatch.chdir("/")
+    secrets = [router.settings.etcd_password, router._source.config.password]  # type: ignore[union-attr]
+    path.write_text("second\n")
+    assert [secret.latest() for secret in secrets] == ["second"] * 2
+    assert [secret.reveal() for secret in secrets] == ["first"] * 2
+    for unusable in (b"", b"\n", b"\xff\xfe"):  # such as one that is just being written
+        path.write_bytes(unusable)
+        assert secrets[0].latest() == "first"
+    path.unlink()
+    assert secrets[0].latest() == "first"
+    os.mkfifo(path)  # nobody writes into it, so that opening it takes for ever
+    assert secrets[0].latest() == "first"
 
 
 def test_c4_secrets_never_show(caplog: pytest.LogCaptureFixture) -> None:

@@ -38,6 +38,7 @@ from gpuroute.forms import (
     Form,
     Secret,
     choice,
+    read_secret,
 )
 
 if TYPE_CHECKING:
@@ -236,14 +237,14 @@ def _read(environ: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
     problems: list[str] = []
     for row in rows():
         text, problem = _text_of(row, environ)
-        if text.strip() and not problem:
+        if not problem and (isinstance(text, Secret) or text.strip()):
             values[row.name], problem = _checked(row, text, variable(row.name))
         problems += [problem] if problem else []
     return values, problems
 
 
-def _text_of(row: Field[Any], environ: Mapping[str, str]) -> tuple[str, str]:
-    """The text of one variable, from its `_FILE` where it is a secret; and what is wrong with it."""
+def _text_of(row: Field[Any], environ: Mapping[str, str]) -> tuple[str | Secret, str]:
+    """The text of one variable, or the secret in its `_FILE`; and what is wrong with it."""
     name = variable(row.name)
     text, path = environ.get(name, ""), environ.get(name + "_FILE", "") if is_secret(row) else ""
     if not path.strip():
@@ -251,18 +252,18 @@ def _text_of(row: Field[Any], environ: Mapping[str, str]) -> tuple[str, str]:
     if text.strip():
         return "", f"{name} and {name}_FILE are both set: keep one"
     try:
-        content = Path(path).read_text(encoding="utf-8").rstrip("\r\n")
+        secret = Secret(read_secret(Path(path)), Path(path).absolute())
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
         return "", f"{name}_FILE={path!r} cannot be read: {reason}"
-    return content, "" if content.strip() else f"{name}_FILE={path!r} is empty"
+    return secret, "" if secret else f"{name}_FILE={path!r} is empty"
 
 
 def _checked(row: Field[Any], value: Any, name: str) -> tuple[Any, str]:
     """The parsed value and "", or None and the complaint. Text and typed values go through one parser."""
     form: Form[Any] = row.metadata["form"]
-    if value is None and row.default is None:
-        return None, ""
+    if (value is None and row.default is None) or (isinstance(value, Secret) and form is SECRET):
+        return value, ""
     text = ""
     try:
         text = value if isinstance(value, str) else _written(form, value)

@@ -19,16 +19,30 @@ T = TypeVar("T")
 
 
 class Secret:
-    """A text that shows itself only through `reveal()`: not in repr, str, format, asdict, JSON or pickle."""
+    """A text that shows itself only through `reveal()`: not in repr, str, format, asdict, JSON or pickle.
 
-    __slots__ = ("_text",)
+    `path`: the file that it was read from, if it was, where a later one may be.
+    """
 
-    def __init__(self, text: str) -> None:
+    __slots__ = ("_path", "_text")
+
+    def __init__(self, text: str, path: Path | None = None) -> None:
         self._text = text
+        self._path = path
 
     def reveal(self) -> str:
-        """The secret itself."""
+        """The secret itself, as it was given."""
         return self._text
+
+    def latest(self) -> str:
+        """The secret as its file has it now; as it was given if there is no file, or none that can be used now."""
+        # To open a pipe again, as of `<(command)` in a shell, may take for ever.
+        if self._path is None or not self._path.is_file():
+            return self._text
+        try:
+            return read_secret(self._path) or self._text
+        except (OSError, UnicodeDecodeError):
+            return self._text
 
     def __repr__(self) -> str:
         return "Secret(***)"
@@ -205,6 +219,12 @@ REGISTRY = Form(
     _parse_registry,
 )
 SECRET = Form("any text", Secret, lambda secret: secret.reveal())
+
+
+def read_secret(path: Path) -> str:
+    """The text of a file that holds a secret, "" if there is none. Raises OSError, UnicodeDecodeError."""
+    text = path.read_text(encoding="utf-8").rstrip("\r\n")
+    return text if text.strip() else ""
 
 
 def read_pem(path: str | None) -> bytes | None:

@@ -118,21 +118,16 @@ class Router:
             raise ConfigError(f"{self.settings.named('subset')} is set but {kind} gives no ordinals: it needs etcd")
 
     def _open(self) -> Registry:
-        from gpuroute.registry import open_registry, static_registry
+        from gpuroute.registry import etcd_options, open_registry, static_registry
 
         if self._endpoints is not None:
             return static_registry(self._endpoints)
         settings = self.settings
         return open_registry(
             settings.registry or "",
-            user=settings.etcd_user or "",
-            password=settings.etcd_password.reveal() if settings.etcd_password else "",
-            ca=settings.etcd_ca or "",
-            cert=settings.etcd_cert or "",
-            key=settings.etcd_key or "",
-            snapshot_path=settings.registry_snapshot or "",
-            trust_env=settings.trust_env,
+            snapshot_path=settings.registry_snapshot,
             empty_grace=settings.empty_grace,
+            **etcd_options(settings),
         )
 
     # ------------------------------------------------------------------------------------------ the fleet

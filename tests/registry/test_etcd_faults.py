@@ -5,12 +5,13 @@ Heartbeats are 0.3 s here instead of 5 s, so detection times scale by 17.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import grpc
 import pytest
@@ -19,11 +20,16 @@ from registry.etcd_server import EtcdCluster
 from registry.watching import Proxy, Watcher, Writer, eventually, ids, quick, refusal, save_snapshot
 from stopwatch import Stopwatch
 
+from gpuroute.config import Settings
 from gpuroute.core.wire import encode
 from gpuroute.errors import RegistryUnavailable
-from gpuroute.registry import first_fleet, snapshot
+from gpuroute.registry import etcd_options, first_fleet, snapshot
 from gpuroute.registry.etcd import EtcdRegistry
 from gpuroute.registry.etcd_client import EtcdClient, EtcdError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
 
 pytestmark = pytest.mark.real_time
 
@@ -417,6 +423,45 @@ def expired(cluster: EtcdCluster, token: str) -> bool:
     finally:
         client.close()
     return False
+
+
+def test_a_password_that_was_changed_is_read_from_its_file_again(tmp_path: Path, caplog) -> None:
+    path = tmp_path / "password"
+    path.write_text("canary-1\n")
+    with (
+        EtcdCluster(tmp_path, flags=["--bcrypt-cost=4"]) as cluster,
+        Proxy(cluster.members[0].address) as proxy,
+        open_writer(cluster, "canary-1") as writer,
+    ):
+        writer.put("a")
+        environ = {"GPUROUTE_ETCD_USER": "root", "GPUROUTE_ETCD_PASSWORD_FILE": str(path)}
+        reader = quick(f"etcd://{proxy.address}", **etcd_options(Settings.from_env(environ)))
+        with Watcher(registry(reader)) as watcher:
+            watcher.until_ids("a")
+            writer.client._unary("Auth/UserChangePassword", encode((1, "root"), (2, "canary-2")))
+            proxy.cut()
+            watcher.until_stale()
+            eventually(lambda: "authentication failed" in watcher.subscription.error, "the old password to be refused")
+            assert watcher.ids() == ["a"]
+            path.write_text("canary-2\n")
+            watcher.until_live()
+            with contextlib.closing(EtcdClient(quick(cluster.url, user="root", password="canary-2"))) as other:
+                other.put(writer.key("b"), b'{"url": "http://b:8000"}')
+            watcher.until_ids("a", "b")
+    assert "canary" not in caplog.text
+
+
+@contextlib.contextmanager
+def open_writer(cluster: EtcdCluster, password: str) -> Iterator[Writer]:
+    """With authentication on, and root its only user."""
+    cluster.ctl("user", "add", f"root:{password}")
+    cluster.ctl("user", "grant-role", "root", "root")
+    cluster.ctl("auth", "enable")
+    writer = Writer(quick(cluster.url, user="root", password=password))
+    try:
+        yield writer
+    finally:
+        writer.client.close()
 
 
 def test_a_watch_with_a_dead_token_recovers(tmp_path, monkeypatch, caplog) -> None:

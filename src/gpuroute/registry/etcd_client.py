@@ -176,7 +176,8 @@ class EtcdClient:
             raise self.error(error) from None
 
     def _log_in(self) -> None:
-        request = encode((1, self.config.user), (2, self.config.password.reveal()))
+        # Whoever changes a password in etcd changes the file that it was read from, before or after.
+        request = encode((1, self.config.user), (2, self.config.password.latest()))
         self._token = ""  # while authentication is switched off nobody gets one, and an old one is refused
         self._token = self._attempt(lambda: self._call("Auth/Authenticate", request)).text(2)
 
