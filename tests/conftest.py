@@ -99,6 +99,17 @@ def unchanged_log_level() -> Iterator[None]:
 
 
 @pytest.fixture
+def collect() -> Iterator[Callable[[], int]]:
+    """A full collection that is quick, as what was there before the test is left out of it.
+
+    A young one finds nothing of what the interpreter has looked at meanwhile, by chance, and so taken for old.
+    """
+    gc.freeze()
+    yield gc.collect
+    gc.unfreeze()
+
+
+@pytest.fixture
 def eventually() -> Callable[..., None]:
     """Wait until a condition holds, or fail saying which one: `eventually(lambda: x == 1, "x is 1", within=5)`."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import asyncio
-import gc
 import importlib
 import inspect
 import random
@@ -258,6 +257,7 @@ def test_l1_interrupts_at_every_blocking_operation(
     scene: str,
     monkeypatch: pytest.MonkeyPatch,
     eventually: Callable[..., None],
+    collect: Callable[[], int],
     *,
     after: bool,
 ) -> None:
@@ -273,7 +273,7 @@ def test_l1_interrupts_at_every_blocking_operation(
             try:
                 sync_call(client)
             except KeyboardInterrupt:
-                gc.collect(1)
+                collect()
             eventually(lambda: residue(router, client._transport) == CLEAN, f"nothing left after operation {at}")  # noqa: B023
             if interrupts.count < at:
                 break

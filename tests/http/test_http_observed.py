@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -63,7 +62,7 @@ def test_attempts_and_calls_are_told(stubs: Stage, caller: Make, recorder: Recor
 
 @pytest.mark.parametrize("end", ["read", "close", "forget", "cut"])
 def test_a_stream_is_told_to_its_end(
-    stubs: Stage, caller: Make, recorder: Recorder, end: str, eventually: Callable[..., None]
+    stubs: Stage, caller: Make, recorder: Recorder, end: str, eventually: Callable[..., None], collect: Any
 ) -> None:
     (a,) = stubs("a")
     a.behave = sse("x", then=(lambda exchange: exchange.reset()) if end == "cut" else hang if end != "read" else None)
@@ -74,7 +73,7 @@ def test_a_stream_is_told_to_its_end(
         client.close_response(response)
     elif end == "forget":
         del response
-        gc.collect(1)
+        collect()
     elif end == "cut":
         with pytest.raises(client.ours.StreamInterrupted):
             client.read(response)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -132,7 +131,7 @@ async def _late_end(exchange: Exchange) -> None:
     await asyncio.sleep(30)
 
 
-def test_h1_early_exits_leak_no_connection(stubs: Stage, caller: Make, eventually: Any) -> None:
+def test_h1_early_exits_leak_no_connection(stubs: Stage, caller: Make, eventually: Any, collect: Any) -> None:
     (a,) = stubs("a")
     a.behave = sse(*["x"] * 50, pause=0.005)
     client = caller([a])
@@ -148,18 +147,18 @@ def test_h1_early_exits_leak_no_connection(stubs: Stage, caller: Make, eventuall
         response = client.open()
         next(iter(client.chunks(response)))
         del response
-        gc.collect(1)
+        collect()
         eventually(lambda: client.breathe() or in_flight(client.router) == 0, "the forgotten stream is let go")
     for _ in range(6):  # never begun, and forgotten
         client.open()
-        gc.collect(1)
+        collect()
         eventually(lambda: client.breathe() or in_flight(client.router) == 0, "the forgotten response is let go")
     a.behave = status(200, b"fine")
     assert client.post().content == b"fine"
     eventually(lambda: a.open <= 1, "the server sees the others closed")
 
 
-def test_a_forgotten_stream_is_let_go_under_any_lock(stubs: Stage, caller: Make, eventually: Any) -> None:
+def test_a_forgotten_stream_is_let_go_under_any_lock(stubs: Stage, caller: Make, eventually: Any, collect: Any) -> None:
     """The collector may run while this very thread holds the lock of the endpoint."""
     (a,) = stubs("a")
     a.behave = sse("x", then=hang)
@@ -168,7 +167,7 @@ def test_a_forgotten_stream_is_let_go_under_any_lock(stubs: Stage, caller: Make,
     state = client.router.pool("llama").snapshot.by_id["a"]
     with state.lock:
         del response
-        gc.collect()
+        collect()
     eventually(lambda: client.breathe() or not state.in_flight, "it is let go")
 
 
