@@ -40,10 +40,12 @@ def test_a_bid_that_comes_from_elsewhere_is_not_taken() -> None:
         asking = asker.ask(call_of(router))
         assert asking.bids == {}
         bid = encode_bid(Desk("gpu-0").bid(1, 100, (), 0.0), asking.id, 1, 0, 0, KEY.encode())
-        asking.heard(bid, ("127.0.0.2", agent.port), time.monotonic())
-        asking.heard(bid, ("127.0.0.1", agent.port - 1), time.monotonic())
+        elsewhere = [("127.0.0.2", agent.port), ("127.0.0.1", agent.port - 1)]
+        asking.unread += [(bid, source, time.monotonic()) for source in elsewhere]
+        asking.heard()
         assert (asking.bids, asker.counts.strangers) == ({}, 2)
-        asking.heard(bid, ("127.0.0.1", agent.port), time.monotonic())
+        asking.unread.append((bid, ("127.0.0.1", agent.port), time.monotonic()))
+        asking.heard()
         assert set(asking.bids) == {"gpu-0"}
 
 

@@ -265,5 +265,6 @@ def listening() -> Iterator[Asking]:
 def test_garbage_never_makes_a_bid(listening: Asking, tail: bytes, headed: bool) -> None:
     listening.bids.clear()
     head = struct.pack("!2sBBBxHQQ", b"GR", 1, Kind.BID, 0, 0, 0, listening.id) if headed else b""
-    listening.heard(head + tail, ("127.0.0.1", 1), time.monotonic())
+    listening.unread.append((head + tail, ("127.0.0.1", 1), time.monotonic()))
+    listening.heard()
     assert listening.bids == {}

@@ -44,7 +44,8 @@ _WHOLE_ASKS = tuple(struct.Struct(f"{_HEAD}IB3x{count}Q") for count in range(MAX
 _WHOLE_BID = struct.Struct(f"{_HEAD}IHHHBBIIII")
 _WHOLE_PAIR = struct.Struct(f"{_HEAD}II")
 _BID_HEAD = b"GR\x01\x02\x00"  # magic, version, kind, key number: what bids to this process begin with
-_READ_BID = struct.Struct(f"!6xH16xIHHHBBIII{4 + TAG}x")
+_unpack_bid = struct.Struct(f"!5sxH16xIHHHBBIII4x{TAG}s").unpack
+_SIGNED = slice(0, -TAG)  # what the tag of a message is over
 _NO_TAG = bytes(TAG)
 
 
@@ -208,18 +209,19 @@ def decode_bid(body: bytes) -> BidBody:
     return BidBody(queued, running, waiting, kv / 0xFFFF, _STATES[state], known, ident, epoch, prefill, age / 10)
 
 
-def read_bid(data: bytes, secret: bytes = b"") -> tuple[int, int, int, tuple[int, int, int, float, int, int, float]]:
-    """`open_message` and `decode_bid` in one step: identity, engine number, state, and what a report says of it (running,
-    waiting, queued tokens, KV use, matched tokens or -1, epoch, age). Raises Garbled."""
-    if len(data) != _READ_BID.size or data[:5] != _BID_HEAD:
+def read_bid(data: bytes, secret: bytes = b"") -> tuple[int, int, int, int, int, int, float, int, int, float]:
+    """`open_message` and `decode_bid` in one step: identity, engine number, state, and in the order of a report what it
+    says: running, waiting, queued tokens, KV use, matched tokens or -1, epoch, age. Raises Garbled."""
+    try:
+        head, engine, queued, running, waiting, kv, state, age, matched, identity, epoch, seal = _unpack_bid(data)
+    except struct.error:
+        raise Garbled(f"a bid of {len(data)} bytes") from None
+    if head != _BID_HEAD or state >= len(_STATES):
         raise Garbled(f"not a bid of version {VERSION}")
-    if secret and not hmac.compare_digest(data[-TAG:], tag(data[:-TAG], secret)):
+    if secret and not hmac.compare_digest(seal, tag(data[_SIGNED], secret)):
         raise Garbled("the tag does not match")
-    engine, queued, running, waiting, kv, state, age, matched, identity, epoch = _READ_BID.unpack(data)
-    if state >= len(_STATES):
-        raise Garbled(f"state {state} is unknown")
     matched = -1 if matched == UNKNOWN else matched
-    return identity, engine, state, (running, waiting, queued, kv / 0xFFFF, matched, epoch, age / 10)
+    return identity, engine, state, running, waiting, queued, kv / 0xFFFF, matched, epoch, age / 10
 
 
 def decode_take(body: bytes) -> TakeBody:

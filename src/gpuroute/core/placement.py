@@ -34,10 +34,11 @@ class Placements:
     def remember(self, ladder: Sequence[int], owner: str) -> None:
         """The prompt with these hashes went to `owner`."""
         young, old = self._young, self._old
+        alone = self._alone.setdefault(owner, (owner,))
         for key in ladder:
             owners = young.get(key)
             if owners is None:
-                young[key] = owners = old.get(key) or self._alone.setdefault(owner, (owner,))
+                young[key] = owners = old.get(key) or alone
             if owners[0] != owner:
                 young[key] = (owner, *[other for other in owners if other != owner][: OWNERS - 1])
         if len(young) > self.capacity:

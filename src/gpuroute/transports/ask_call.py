@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from gpuroute.core.attempt import Attempt
     from gpuroute.core.call import Call
     from gpuroute.core.state import EndpointState
-    from gpuroute.transports.ask_lines import Address, Line, Place
+    from gpuroute.transports.ask_lines import Heard, Line, Place
     from gpuroute.transports.ask_peers import Asked
     from gpuroute.transports.asking import Asker
 
@@ -57,31 +57,31 @@ RARE = 0.002  # where fewer asks are lost of late, nobody is asked again: a shor
 class Asking:
     """The asks of one call, and the take and tell that follow. Owned by the call's task or thread."""
 
-    __slots__ = (
-        "_again_at", "_answers", "_asked", "_asker", "_call", "_line", "_look_at", "_open", "_opinions", "_real_queue",
-        "_repeated", "_rounds", "_unanswered", "_unread", "_until", "_waits", "bids", "due", "id", "key", "missing",
-        "patient", "started",
-    )  # fmt: skip
+    # What few calls need is looked up in the class until it is set.
+    due: asyncio.Future[None] | None = None
+    _waits = True
+    _again_at = math.inf
+    _rounds = _repeated = _answers = _unanswered = 0
 
     def __init__(self, asker: Asker, call: Call, asked: Mapping[int, Asked], line: Line) -> None:
-        self.id = random.getrandbits(64)
-        self.key = self.id.to_bytes(8, "big")
+        self.id = id_ = random.getrandbits(64)
+        self.key = id_.to_bytes(8, "big")
         self.started = started = time.monotonic()
-        self.due: asyncio.Future[None] | None = None
         self.bids: dict[str, Report] = {}
+        self.unread: list[Heard] = []
         self.missing = len(asked)
         self._asker = asker
         self._call = call
         self._line = line
         self._asked = asked  # by identity
-        self._waits = True
-        self._unread: list[tuple[bytes, Address, float]] = []
         self._until = until = started + asker.timeout
         patience = asker.patience
         self.patient = asker.loss < RARE
-        self._again_at = math.inf if self.patient else started + patience
-        self._look_at = min(until, started + (3 * patience if self.patient else patience))
-        self._rounds = self._repeated = self._answers = self._unanswered = 0
+        if self.patient:
+            patience *= 3
+        else:
+            self._again_at = started + patience
+        self._look_at = min(until, started + patience)
         self._open: dict[Attempt, Place] = {}
         self._opinions: dict[EndpointState, Report] = {}  # of engines that were asked beside their agents
         self._real_queue: dict[str, int] = {}
@@ -95,14 +95,13 @@ class Asking:
         counts.asks += len(self._asked)
 
     def _send(self, asked: Iterable[Asked]) -> None:
-        asker, send = self._asker, self._line.send
+        asker = self._asker
         body, sent_ms = AskBody(self._call.ask.tokens, asker.hashes(self._call)), int(time.time() * 1000)
-        engine, message = -1, b""
-        for _, _, place in asked:
-            if place.engine != engine:
-                engine = place.engine
-                message = encode_ask(body, self.id, sent_ms, engine, 0, asker.secret)
-            send(message, place)
+
+        def message(engine: int) -> bytes:
+            return encode_ask(body, self.id, sent_ms, engine, 0, asker.secret)
+
+        self._line.send_all(asked, message)
 
     # ------------------------------------------------------------------------------------------ bids
 
@@ -113,7 +112,7 @@ class Asking:
         again. It may be lost; but without it the pick is worse (0.66 against 0.55 s mean TTFT live, when all but one were
         enough), so it is not given up at once.
         """
-        unread = self._unread
+        unread = self.unread
         if now < self._look_at and len(unread) < self.missing:
             return self._look_at - now
         latest = unread[-1][2] if unread else now
@@ -136,12 +135,11 @@ class Asking:
                 self._repeated += len(silent)
         return min(self._until, self._again_at) - now
 
-    def heard(self, data: bytes, source: Address, now: float) -> None:
-        """A bid, perhaps. Wakes the task that waits, if all are there or it is time to `step`."""
-        self._unread.append((data, source, now))
+    def heard(self) -> None:
+        """Bids, perhaps, are in `unread`. Wakes the task that waits, if all are there or it is time to `step`."""
         if not self._waits:
             self._read()
-        elif self.due is not None and (len(self._unread) >= self.missing or now >= self._look_at):
+        elif self.due is not None and (len(self.unread) >= self.missing or time.monotonic() >= self._look_at):
             wake(self.due)
 
     def _read(self) -> None:
@@ -149,10 +147,10 @@ class Asking:
         asker, asked, bids, started = self._asker, self._asked, self.bids, self.started
         secret, pool, answers, took = asker.secret, self._call.pool, 0, 0.0
         at, far, mean = asker.clock(), bool(pool.shared.locality), pool.mean_tokens
-        unread, self._unread = self._unread, []
+        unread, self.unread = self.unread, []
         for data, source, now in unread:
             try:
-                identity, engine, condition, said = read_bid(data, secret)
+                identity, engine, condition, running, waiting, queued, kv, matched, epoch, age = read_bid(data, secret)
             except Garbled:
                 asker.counts.garbled += 1
                 asker.mention(UNSIGNED, source)
@@ -165,7 +163,7 @@ class Asking:
             state, peer, _ = one
             if peer.misses:
                 peer.answered()
-            bid = _new(Report, (at, *said, peer.sources[condition]))
+            bid = _new(Report, (at, running, waiting, queued, kv, matched, epoch, age, peer.sources[condition]))
             if peer.backs_up:
                 self._opinions[state] = bid
                 continue
@@ -174,8 +172,8 @@ class Asking:
             if far:
                 learn_round_trip(state, now - started)
             if condition:  # not ready
-                self._real_queue[state.id] = bid.queued_tokens
-                bid = bid._replace(queued_tokens=bid.queued_tokens + NOT_READY_TOKENS)
+                self._real_queue[state.id] = queued
+                bid = bid._replace(queued_tokens=queued + NOT_READY_TOKENS)
             else:
                 learn_bid(state, bid, mean)
             bids[state.id] = bid
@@ -193,7 +191,7 @@ class Asking:
 
     def conclude(self) -> None:
         """The wait is over: what was answered counts for the next pick."""
-        if self._unread:
+        if self.unread:
             self._read()
         self._waits = False
         asker = self._asker

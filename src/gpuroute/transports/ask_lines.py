@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     Receive = Callable[[int], tuple[bytes, Any]]
+    Sender = Callable[[bytes, Any], object]
     Say = Callable[[bytes, str, str, float, Callable[[bytes], None]], None]
 
 LATE_S = 1.0
@@ -28,6 +29,8 @@ BURST = 64  # datagrams in a row, before the loop may see to something else
 TICK = struct.pack("ll", 0, 1_000)  # a timeout of the least that the system's clock ticks by: 1 to 10 ms
 ID = slice(16, 24)  # of a message: the id of its call
 Address = tuple[Any, ...]
+Heard = tuple[bytes, Address, float]
+"""A datagram, where it came from, and when."""
 
 
 RELAY = socket.AF_UNIX
@@ -48,10 +51,12 @@ class Place(NamedTuple):
 
 
 class Listener(Protocol):
-    """Who asked, and takes what comes back. `key`: the id in its messages, as it is in them; `missing`: messages that it
-    waits for; `patient`: a few milliseconds more do not matter if they do not come; `due`: its waiting task."""
+    """Who asked, and takes what comes back. `key`: the id in its messages, as it is in them; `unread`: what arrived with
+    that id; `missing`: messages that it waits for; `patient`: a few milliseconds more do not matter if they do not come;
+    `due`: its waiting task."""
 
     key: bytes
+    unread: list[Heard]
     missing: int
     patient: bool
     started: float
@@ -60,8 +65,8 @@ class Listener(Protocol):
     def step(self, now: float) -> float:
         """Seconds to wait on, 0.0 when the wait is over. Asks again where that is due."""
 
-    def heard(self, data: bytes, source: Address, now: float) -> None:
-        """A datagram with this id arrived. Wakes the task if it is time to `step`. Never raises."""
+    def heard(self) -> None:
+        """More is in `unread`. Wakes the task if it is time to `step`. Never raises."""
 
 
 class Line:
@@ -70,6 +75,7 @@ class Line:
     def __init__(self, say: Say | None = None) -> None:
         self.sockets: dict[int, socket.socket] = {}
         self.listeners: dict[bytes, Listener] = {}
+        self._senders: dict[int, Sender] = {}
         self._poll = select.poll()
         self._by_fd: dict[int, socket.socket] = {}
         self._say = say
@@ -88,18 +94,27 @@ class Line:
     def send(self, data: bytes, place: Place) -> None:
         """One datagram, if the system takes it now. Any thread."""
         family, address, _, _ = place
-        sock = self.sockets.get(family) or self._open(family)
-        if sock is None:
-            return
-        if family == RELAY:
-            if self._say is not None:
-                scheme, target = address
-                self._say(data, scheme, target, LATE_S, self._relayed)
-            return
         try:  # `contextlib.suppress` would cost as much as the rest of this
-            sock.sendto(data, address)
+            (self._senders.get(family) or self._open(family))(data, address)
         except OSError:
             pass
+
+    def send_all(self, asked: Iterable[tuple[Any, Any, Place]], message: Callable[[int], bytes]) -> None:
+        """`send` to each of these places the `message` to that engine of its agent."""
+        senders, last, data = self._senders, -1, b""
+        for _, _, (family, address, engine, _) in asked:
+            if engine != last:
+                last, data = engine, message(engine)
+            try:
+                (senders.get(family) or self._open(family))(data, address)
+            except OSError:
+                pass
+
+    def _pass_on(self, data: bytes, address: Address) -> None:
+        """Send what is no datagram."""
+        if self._say is not None:
+            scheme, target = address
+            self._say(data, scheme, target, LATE_S, self._relayed)
 
     def _relayed(self, data: bytes) -> None:
         """An answer that came another way. Any thread."""
@@ -111,15 +126,18 @@ class Line:
     def drain(self, ready: Iterable[tuple[int, int]] = ()) -> None:
         """Hand over what has arrived, at those sockets first. To poll costs a fifth of being told by an exception that
         nothing is there."""
-        poll, hear = self._poll.poll, self._hear
+        poll = self._poll.poll
+        heard: set[Listener] = set()
         for _ in range(BURST):
-            hear(ready or poll(0))
+            self._receive(ready or poll(0), heard)
             ready = poll(0)
             if not ready:
-                return
+                break
+        for listener in heard:
+            listener.heard()
 
-    def _hear(self, ready: Iterable[tuple[int, int]]) -> None:
-        """Hand over one datagram of each of these sockets."""
+    def _receive(self, ready: Iterable[tuple[int, int]], heard: set[Listener]) -> None:
+        """Take one datagram from each of these sockets; who is to be told of it is added to `heard`."""
         for number, _ in ready:
             try:
                 data, source = self._by_fd[number].recvfrom(MAX_DATAGRAM)
@@ -127,9 +145,10 @@ class Line:
                 continue  # a closed port somewhere, told by ICMP
             listener = self.listeners.get(data[ID])
             if listener is not None:
-                listener.heard(data, source, time.monotonic())
+                listener.unread.append((data, source, time.monotonic()))
+                heard.add(listener)
 
-    def _open(self, family: int) -> socket.socket | None:
+    def _open(self, family: int) -> Sender:
         try:
             if family == RELAY:
                 sock, self._inlet = socket.socketpair(RELAY, socket.SOCK_DGRAM)
@@ -137,20 +156,26 @@ class Line:
             else:
                 sock = socket.socket(family, socket.SOCK_DGRAM)
         except OSError:
-            return None
+            return _nowhere
         sock.setblocking(False)
         self._by_fd[sock.fileno()] = sock
         self._poll.register(sock, select.POLLIN)
         self._opened(sock)
         self.sockets[family] = sock
-        return sock
+        sender = self._senders[family] = self._pass_on if family == RELAY else sock.sendto
+        return sender
 
     def _opened(self, sock: socket.socket) -> None:
         """There is one more socket."""
 
+    def abandon(self) -> None:
+        """Know of no sockets: those that there are belong to somebody else."""
+        self.sockets, self._senders = {}, {}
+
     def close(self) -> None:
         """Close the sockets. Idempotent."""
-        sockets, self.sockets = self.sockets, {}
+        sockets = self.sockets
+        self.abandon()
         for number in self._by_fd:
             self._poll.unregister(number)
         self._by_fd.clear()
@@ -181,25 +206,30 @@ class ThreadLine(Line):
 
     def wait(self, listener: Listener) -> None:
         """Block for as long as the listener wants to; a tick of the system's clock longer if it is patient."""
-        poll, hear, clock = self._poll.poll, self._hear, time.monotonic
+        poll, clock = self._poll.poll, time.monotonic
+        heard: set[Listener] = set()
         while (left := listener.step(clock())) > 0:
             if listener.patient and self._only is not None:
-                self._gather(self._only.recvfrom, listener.missing)
+                self._gather(self._only.recvfrom, listener, heard)
             else:
-                hear(poll(left * 1e3))
+                self._receive(poll(left * 1e3), heard)
+        for other in heard:
+            other.heard()
 
-    def _gather(self, receive: Receive, count: int) -> None:
-        """Hand over so many datagrams, each of which comes within a tick: half the system calls of polling, and none of
-        its precise timers, which cost as much as a datagram in a virtual machine."""
-        listeners, clock = self.listeners, time.monotonic
-        for _ in range(count):
+    def _gather(self, receive: Receive, listener: Listener, heard: set[Listener]) -> None:
+        """Take as many datagrams as it misses, each of which comes within a tick: half the system calls of polling, and
+        none of its precise timers, which cost as much as a datagram in a virtual machine."""
+        clock, key, unread = time.monotonic, listener.key, listener.unread
+        for _ in range(listener.missing):
             try:
                 data, source = receive(MAX_DATAGRAM)
             except OSError:  # nothing came
                 return
-            listener = listeners.get(data[ID])
-            if listener is not None:
-                listener.heard(data, source, clock())
+            if data[ID] == key:
+                unread.append((data, source, clock()))
+            elif (other := self.listeners.get(data[ID])) is not None:
+                other.unread.append((data, source, clock()))
+                heard.add(other)
 
 
 class LoopLine(Line):
@@ -230,6 +260,10 @@ class LoopLine(Line):
             for sock in self.sockets.values():
                 self._loop.remove_reader(sock)
         super().close()
+
+
+def _nowhere(data: bytes, address: Address) -> None:
+    """There is no socket of that kind."""
 
 
 def wake(due: asyncio.Future[None]) -> None:

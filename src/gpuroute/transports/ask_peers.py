@@ -122,19 +122,20 @@ class Peers:
         found: dict[int, Asked] = {}
         seconds: list[tuple[EndpointState, Peer]] = []
         known = self._known
+        if tried:
+            states = [state for state in states if state not in tried]
         for state in states:
-            if len(state.in_flight) < state.limit and state not in tried:
+            if len(state.in_flight) < state.limit:
                 peer = known.get(state)
                 if peer is None or now >= peer.resolve_at or peer.endpoint is not state.endpoint:
                     peer = self._meet(state, peer, now)
-                place = peer.place
-                answers = place is not None and peer.muted_until <= now
-                if place is not None and answers:
+                place, second = peer.place, peer.second
+                if place is not None and peer.muted_until <= now:
                     found[peer.identity] = state, peer, place
-                if peer.second is not None and (
-                    (not answers and peer.second.is_cheap) or wants_second_opinion(state, now)
-                ):
-                    seconds.append((state, peer.second))
+                    if second is not None and wants_second_opinion(state, now):
+                        seconds.append((state, second))
+                elif second is not None and (second.is_cheap or wants_second_opinion(state, now)):
+                    seconds.append((state, second))
         asked = found if len(found) <= MOST else dict(islice(found.items(), MOST))
         for state, second in seconds[:MOST]:
             if second.place is not None and second.muted_until <= now and not self._rests(second.agent):

@@ -96,7 +96,7 @@ class Asker:
     def after_fork(self) -> None:
         """Sockets of the parent are not the child's."""
         for line in self._loops.values():
-            line.sockets = {}  # of the parent's loop, whose selector must not hear of it
+            line.abandon()  # sockets of the parent's loop, whose selector must not hear of it
         if self._channels is not None:
             self._channels.abandon()
         self._engines = None
