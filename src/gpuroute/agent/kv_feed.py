@@ -111,6 +111,7 @@ class Feed:
             if number > self._last + 1:
                 await self._catch_up(context, number)
             self.heard(number, frames[-1], time.monotonic(), time.time())
+            await asyncio.sleep(0)  # what has come by now is had without waiting: asks would
 
     async def _catch_up(self, context: Any, number: int) -> None:
         """Events before `number` were missed: have them again, or say that they are lost."""
@@ -120,6 +121,7 @@ class Feed:
                 if (had == self._last + 1 or self._last < 0) and had < number:
                     self.heard(had, data, time.monotonic(), time.time())
                     self.replayed += 1
+                    await asyncio.sleep(0)
         if self._last + 1 < number and first > 0:
             self.gap(number - self._last - 1, time.monotonic())
         elif self._last + 1 < number:
@@ -140,6 +142,7 @@ class Feed:
                     if number == END:
                         break
                     found.append((number, frames[-1]))
+                    await asyncio.sleep(0)
         except TimeoutError:
             log.warning("%s: %s does not replay events", self._desk.id, self.source.replay)
         finally:

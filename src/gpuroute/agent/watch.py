@@ -20,13 +20,14 @@ from gpuroute.core.orca import LoadReport
 from gpuroute.engines.answers import judge
 from gpuroute.engines.detect import PATHS, Probed, detect, ready
 from gpuroute.engines.engine import Meaning
-from gpuroute.engines.metrics import read_metrics
+from gpuroute.engines.metrics import Reader, pieces
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from gpuroute.agent.desk import Desk
     from gpuroute.engines.engine import Engine
+    from gpuroute.engines.metrics import Metrics
 
 INTERVAL_S = 0.5
 TIMEOUT_S = 2.0
@@ -158,7 +159,7 @@ class Watch:
         reply = GONE
         if engine.metrics:
             reply = await fetch(self._metrics_url(), engine.metrics, timeout=TIMEOUT_S)
-            metrics = read_metrics(engine, reply.body) if reply.ok else None
+            metrics = await _understood(engine, reply.body) if reply.ok else None
             if metrics is not None:
                 report, counters = metrics.report, dict(metrics.counters)
         if reply.status != GONE.status and engine.load and engine.read_load is not None:
@@ -177,6 +178,15 @@ class Watch:
         parts = urlsplit(self.url)
         host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
         return urlunsplit((parts.scheme, f"{host}:{self.engine.metrics_port}", "", "", ""))
+
+
+async def _understood(engine: Engine, page: bytes) -> Metrics | None:
+    """A page of metrics. Those of many ranks or models are long: asks are answered between the pieces."""
+    reader = Reader(engine)
+    for piece in pieces(page):
+        reader.read(piece)
+        await asyncio.sleep(0)
+    return reader.metrics
 
 
 def _merged(first: LoadReport, second: LoadReport) -> LoadReport:

@@ -16,12 +16,15 @@ from typing import TYPE_CHECKING, NamedTuple
 from gpuroute.core.orca import LoadReport, as_load
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from .engine import Engine, Reading, Readings
 
 MAX_PAGE = 8 * 1024 * 1024
 """Bytes of a page that are looked at."""
+
+PIECE = 32 * 1024
+"""Bytes of a page that are read in a row, a tenth of a millisecond, by who has other things to do."""
 
 # Within a line, even in quotes: else a page of quotes that never end is read once for each of its lines.
 _LABELS = r'(?:\{((?:[^"}\n]|"(?:[^"\\\n]|\\.)*")*)\})?'
@@ -45,7 +48,38 @@ class Metrics(NamedTuple):
 
 def read_metrics(engine: Engine, page: bytes) -> Metrics | None:
     """The load figures of an engine's page; None if it contains none of them."""
-    series = scan(page, _names(engine))
+    return _metrics(engine, scan(page, _names(engine)))
+
+
+class Reader:
+    """The same, piece by piece, for who has other things to do in between."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._series: dict[str, list[Series]] = {}
+
+    def read(self, piece: bytes) -> None:
+        """Some whole lines."""
+        for name, found in scan(piece, _names(self._engine)).items():
+            self._series.setdefault(name, []).extend(found)
+
+    @property
+    def metrics(self) -> Metrics | None:
+        """What all of them said."""
+        return _metrics(self._engine, self._series)
+
+
+def pieces(page: bytes) -> Iterator[bytes]:
+    """Whole lines, as many as fit into `PIECE` bytes, or one that does not."""
+    start, end = 0, min(len(page), MAX_PAGE)
+    while start < end:
+        last = page.rfind(b"\n", start, start + PIECE) if end - start > PIECE else end - 1
+        stop = last + 1 if last > start else page.find(b"\n", start + PIECE, end) + 1 or end
+        yield page[start:stop]
+        start = stop
+
+
+def _metrics(engine: Engine, series: Mapping[str, list[Series]]) -> Metrics | None:
     if not series:
         return None
     report = {name: value for name, found in engine.report.items() if (value := _figure(series, found)) is not None}
