@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
+import trustme
 from fault_world import TEXT, ask, vllm
 from http_caller import router_for
 from http_stub import Stage
 from hypothesis import given
 from hypothesis import strategies as st
 
+import gpuroute.grpc
 from gpuroute import ConfigError, Endpoint, Router
 from gpuroute.core.fleet import PoolSpec
 from gpuroute.core.health import Checked, HealthRules
@@ -22,8 +26,11 @@ from gpuroute.core.outcome import Outcome
 from gpuroute.core.pool import Pool, PoolRules
 from gpuroute.core.state import EJECTION
 from gpuroute.core.subset import Seat
+from gpuroute.httpx2 import LIBRARY
 from gpuroute.testing import FakeRegistry
 from gpuroute.transports import health
+from gpuroute.transports.grpc_peers import Dialer, channel_options
+from gpuroute.transports.pools import Way
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -33,6 +40,7 @@ if TYPE_CHECKING:
     from gpuroute.testing import GpuServer
 
 RULES = HealthRules()
+WAY = Way(LIBRARY)
 
 
 def pool_of(count: int) -> Pool:
@@ -136,7 +144,7 @@ def test_only_endpoints_of_the_clients_own_subset_are_asked(stubs: Stage, eventu
 
     with Router(registry, subset=1, health_checks=True, health_interval="30ms") as router:
         router.ready()
-        health.CHECKER.watch(router)
+        health.CHECKER.watch(router, router.pool("llama"), WAY)
         eventually(lambda: all(asked()), "without an ordinal all are asked")
         registry.sit(Seat(0, 8))
         (mine,) = (int(state.id[-1]) for state in router.pool("llama").snapshot.states)
@@ -154,8 +162,9 @@ def test_one_thread_checks_for_all_routers_of_a_process(stubs: Stage, eventually
     servers = stubs("gpu-0", "gpu-1")
     routers = [router_for([one], "llama", health_checks=True, health_interval="50ms") for one in vllm(servers)]
     for router in routers:
-        health.CHECKER.watch(router)
-        health.CHECKER.watch(router)
+        router.ready()
+        health.CHECKER.watch(router, router.pool("llama"), WAY)
+        health.CHECKER.watch(router, router.pool("llama"), WAY)
     eventually(lambda: all(server.came for server in servers), "both are asked")
     assert [thread.name for thread in threading.enumerate()].count("gpuroute-health") == 1
     for router in routers:
@@ -173,19 +182,77 @@ class Health(grpc.GenericRpcHandler):
         return grpc.unary_unary_rpc_method_handler(lambda *_: self.answer)
 
 
+def dialer(credentials: grpc.ChannelCredentials | None = None) -> Dialer:
+    options = channel_options((), connect_timeout=20.0, idle=60.0, trust_env=False)
+    return Dialer(grpc.insecure_channel, grpc.secure_channel, options, credentials, None)
+
+
 @pytest.mark.parametrize(("answer", "well"), [(b"\x08\x01", True), (b"\x08\x02", False), (b"", False), (None, True)])
 def test_grpc_servers_are_asked_by_the_standard_protocol(answer: bytes | None, well: bool) -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
     server = grpc.server(ThreadPoolExecutor(1), handlers=[Health(answer)])
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:
         endpoint = Endpoint("a", f"grpc://127.0.0.1:{port}", protocol="grpc")
-        assert health._grpc_blocking(endpoint, 60.0) is well
+        assert health._grpc(endpoint, dialer(), 60.0) is well
     finally:
         server.stop(0)
-    assert health._grpc_blocking(endpoint, 0.5) is False
+    assert health._grpc(endpoint, dialer(), 0.5) is False
+
+
+@contextlib.contextmanager
+def serving(authority: trustme.CA, asked: list[str]) -> Iterator[int]:
+    """A gRPC server over TLS, and the port it is at; it notes the methods that were called."""
+
+    def handle(details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+        asked.append(details.method)
+        return grpc.unary_unary_rpc_method_handler(lambda *_: b"\x08\x01")
+
+    identity = authority.issue_cert("127.0.0.1")
+    pair = identity.private_key_pem.bytes(), identity.cert_chain_pems[0].bytes()
+    server = grpc.server(ThreadPoolExecutor(1), handlers=[SimpleNamespace(service=handle)])
+    port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([pair]))
+    server.start()
+    try:
+        yield port
+    finally:
+        server.stop(0)
+
+
+@pytest.mark.parametrize("scheme", ["grpcs", "grpc", "http"])
+def test_a_channels_credentials_are_those_of_its_checks(scheme: str, eventually: Callable[..., None]) -> None:
+    """They make TLS of every call, whatever the URL says."""
+    authority, asked = trustme.CA(), []
+    credentials = grpc.ssl_channel_credentials(authority.cert_pem.bytes())
+    with (
+        serving(authority, asked) as port,
+        Router(
+            f"p={scheme}://127.0.0.1:{port}", health_checks=True, health_interval="50ms", connect_timeout="20s"
+        ) as router,
+        gpuroute.grpc.channel(router, "p", credentials=credentials) as channel,
+    ):
+        assert channel.unary_unary("/a.B/Call")(b"", timeout=60) == b"\x08\x01"
+        eventually(lambda: asked.count("/grpc.health.v1.Health/Check") >= 3, "it is asked")
+
+
+def test_many_silent_servers_keep_no_check_waiting(
+    monkeypatch: pytest.MonkeyPatch, eventually: Callable[..., None]
+) -> None:
+    asked, over = [], threading.Event()
+
+    def ask_silence(*_: Any) -> bool:
+        asked.append(_)
+        return not over.wait(60)
+
+    monkeypatch.setattr(health, "_grpc", ask_silence)
+    silent = ",".join(f"grpc://127.0.0.1:{port}" for port in range(1, 41))
+    with Router(f"p={silent}", health_checks=True, health_interval="50ms") as router:
+        router.ready()
+        health.CHECKER.watch(router, router.pool("p", "grpc"), dialer())
+        try:
+            eventually(lambda: len(asked) >= 40, "all are asked beside each other")
+        finally:
+            over.set()
 
 
 def test_the_request_of_a_check_knows_prefix_engine_and_credentials() -> None:

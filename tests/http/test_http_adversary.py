@@ -148,11 +148,11 @@ def test_an_endpoint_whose_tls_files_are_missing_here_is_left_for_another(stubs:
 def test_a_child_that_is_forked_while_a_tls_context_is_built_builds_its_own(stubs: Stage, kind: str) -> None:
     (a,) = stubs("a")
     with_it = Caller(kind, router_for([a]))
-    trust = with_it.transport()._trust
-    with trust._lock:  # as if another thread held it at this moment
+    way = with_it.transport()._way
+    with way._lock:  # as if another thread held it at this moment
         child = os.fork()
         if not child:
-            done = threading.Thread(target=trust.shared, daemon=True)
+            done = threading.Thread(target=way.shared, daemon=True)
             done.start()
             done.join(60)
             os._exit(done.is_alive())

@@ -244,12 +244,11 @@ def test_h5_userinfo_reaches_no_endpoint_by_chance(stubs: Stage, caller: Make) -
 
 
 def test_h4_hosts_and_ports(caller: Make) -> None:
-    from gpuroute.transports.pools import Limits, Pools, Trust
+    from gpuroute.transports.pools import Limits, Pools, Way
 
     client = caller(router_for([Endpoint("x", "http://h")]))
     library = client.ours.LIBRARY
-    trust = Trust(library, verify=False)
-    pools = Pools(library, trust, Limits(), loop=None)
+    pools = Pools(library, Way(library, verify=False), Limits(), loop=None)
     cases = {
         "http://h": ("h", 80, b"h"),
         "http://h:80": ("h", 80, b"h"),

@@ -61,8 +61,8 @@ class Pool:
     """All that is known of one pool. Safe from any thread; `update` calls must not overlap each other."""
 
     __slots__ = (
-        "arrivals", "blank", "budget", "hedges", "late", "lock", "mean_tokens", "name", "outliers", "placements",
-        "reroutes", "rules", "shared", "snapshot", "spec", "survivors",
+        "__weakref__", "arrivals", "blank", "budget", "hedges", "late", "lock", "mean_tokens", "name", "outliers",
+        "placements", "reroutes", "rules", "shared", "snapshot", "spec", "survivors",
     )  # fmt: skip
 
     def __init__(

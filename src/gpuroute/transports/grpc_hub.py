@@ -48,10 +48,12 @@ class Hub:
     """
 
     __slots__ = ("__weakref__", "_methods", "asker", "asleep", "clock", "closed", "found", "known", "leaves", "may_leave",
-                 "pool", "prompt", "races", "reads", "repeated", "replay", "router", "version")  # fmt: skip
+                 "pool", "prompt", "races", "reads", "repeated", "replay", "router", "version", "way")  # fmt: skip
 
     found: Pool
     """The pool, in the version that was looked at."""
+    way: Dialer
+    """Opens a blocking channel to an endpoint, as the calls' own are: for health checks."""
 
     def __init__(self, router: Router, pool: str, prompt: ReadPrompt | None, replay: str) -> None:
         if replay not in REPLAY:
@@ -122,7 +124,7 @@ class Hub:
         if router.settings.health_checks:
             from gpuroute.transports.health import CHECKER
 
-            CHECKER.watch(router)
+            CHECKER.watch(router, pool, self.way)
 
     def call_with(self, asked: bodies.Options, method: str, request: bytes | None, timeout: float | None) -> Call:
         """The call of a request that says something of itself: a prompt, a key, or options of its own."""
@@ -198,6 +200,7 @@ def wire(
         options, connect_timeout=settings.connect_timeout, idle=idle_timeout, trust_env=settings.trust_env
     )
     dialer = Dialer(insecure, secure, ours, credentials, compression, **extra)
+    hub.way = Dialer(grpc.insecure_channel, grpc.secure_channel, ours, credentials, None)
     if load_reports is None:
         return hub, dialer, None
     aside = Dialer(grpc.aio.insecure_channel, grpc.aio.secure_channel, ours, credentials, None)

@@ -3,6 +3,10 @@
 HTTP endpoints are asked for the path at which their engine says that it is ready, gRPC ones by the engine's own question
 or the standard health protocol. An engine whose health check fails under mere load is not asked. What an answer leads
 to is decided in `core.health`.
+
+An endpoint is reached as calls reach it: by the trust, the certificate and the local address of the client, or the
+credentials and options of the channel, that called its pool last. Pools that nobody has called are left alone: in whose
+name would they be asked?
 """
 
 from __future__ import annotations
@@ -10,26 +14,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import ssl
 import threading
 import weakref
-from functools import lru_cache
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from gpuroute.core.health import Checked, HealthRules
 from gpuroute.engines.catalog import engine_of
 from gpuroute.errors import ConfigError
-from gpuroute.forms import stamps
-from gpuroute.transports.pools import tls_name
+from gpuroute.transports.pools import Way
+from gpuroute.transports.reach import UNREACHABLE, reached
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from gpuroute.core.endpoint import Endpoint, Tls
+    from gpuroute.core.endpoint import Endpoint
     from gpuroute.core.pool import Pool
     from gpuroute.core.state import EndpointState
     from gpuroute.router import Router
+    from gpuroute.transports.grpc_peers import Dialer
 
 TICK_S = 0.1
 AT_A_TIME = 64
@@ -40,20 +44,26 @@ class Checker:
 
     def __init__(self) -> None:
         self._routers: weakref.WeakSet[Router] = weakref.WeakSet()
+        self._ways: weakref.WeakKeyDictionary[Pool, Way | Dialer] = weakref.WeakKeyDictionary()
         self._checked: weakref.WeakKeyDictionary[EndpointState, Checked] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
         self._pid = 0
         self._running = False
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def watch(self, router: Router) -> None:
-        """Check the endpoints of a router from now on, if its settings ask for it. Cheap when it is watched already."""
-        if not router.settings.health_checks or (self._pid == os.getpid() and self._running and router in self._routers):
+    def watch(self, router: Router, pool: Pool, way: Way | Dialer) -> None:
+        """Check the endpoints of a pool of this router from now on, in this way, if the router's settings ask for it.
+        Cheap when that is done already."""
+        if not router.settings.health_checks:
+            return
+        if self._pid == os.getpid() and self._running and self._ways.get(pool) is way:
             return
         if self._pid != os.getpid():  # a forked child has neither the thread nor, perhaps, a free lock
             self._pid, self._running, self._lock = os.getpid(), False, threading.Lock()
+            self._ways = weakref.WeakKeyDictionary()
         with self._lock:
             self._routers.add(router)
+            self._ways[pool] = way
             if not self._running:
                 self._running = True
                 threading.Thread(target=self._main, name="gpuroute-health", daemon=True).start()
@@ -64,8 +74,10 @@ class Checker:
 
     async def _check_on(self) -> None:
         places = asyncio.Semaphore(AT_A_TIME)
+        # As many threads: who is silent must not keep others waiting, and then be taken for their silence.
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(AT_A_TIME))
         while self._go_on():
-            for router, pool, state in tuple(self._endpoints()):
+            for router, pool, way, state in tuple(self._endpoints()):
                 now = router.clock()
                 checked = self._checked.get(state)
                 if checked is None:
@@ -73,7 +85,7 @@ class Checker:
                     checked = self._checked[state] = Checked(rules, now, router.random)
                 if now >= checked.due_at:
                     checked.begin(now, router.random)
-                    task = asyncio.create_task(_check(places, router, pool, state, checked))
+                    task = asyncio.create_task(_check(places, router, pool, way, state, checked))
                     self._tasks.add(task)
                     task.add_done_callback(self._tasks.discard)
             await asyncio.sleep(TICK_S)
@@ -85,38 +97,46 @@ class Checker:
             self._running = bool(self._routers)
             return self._running
 
-    def _endpoints(self) -> Iterator[tuple[Router, Pool, EndpointState]]:
+    def _endpoints(self) -> Iterator[tuple[Router, Pool, Way | Dialer, EndpointState]]:
         for router in tuple(self._routers):
             for pool in router.pools():
-                for state in pool.snapshot.routable:
-                    if not engine_of(state.endpoint.engine).queue_fails_health:
-                        yield router, pool, state
+                way = self._ways.get(pool)
+                if way is not None:
+                    for state in pool.snapshot.routable:
+                        if not engine_of(state.endpoint.engine).queue_fails_health:
+                            yield router, pool, way, state
 
 
 CHECKER = Checker()
 
 
-async def _check(places: asyncio.Semaphore, router: Router, pool: Pool, state: EndpointState, checked: Checked) -> None:
+async def _check(
+    places: asyncio.Semaphore,
+    router: Router,
+    pool: Pool,
+    way: Way | Dialer,
+    state: EndpointState,
+    checked: Checked,
+) -> None:
     async with places:
+        timeout = checked.rules.timeout_s
         try:
-            async with asyncio.timeout(checked.rules.timeout_s):
-                ask = _grpc if state.endpoint.protocol == "grpc" else _http
-                well = await ask(state.endpoint, checked.rules.timeout_s)
-        except (OSError, ssl.SSLError, ConfigError, ValueError, EOFError):
+            async with asyncio.timeout(timeout):
+                if isinstance(way, Way):
+                    well = await _http(state.endpoint, way, timeout)
+                else:
+                    well = await asyncio.to_thread(_grpc, state.endpoint, way, timeout)
+        except (*UNREACHABLE, ConfigError, ValueError, EOFError):
             well = False
     checked.ended(pool, state, router.clock(), well=well)
 
 
-async def _http(endpoint: Endpoint, timeout: float) -> bool:  # noqa: ARG001  (the caller holds it)
-    """True if the engine's readiness path answers 2xx."""
-    url = urlsplit(endpoint.url)
-    secure = url.scheme == "https"
-    tls = endpoint.tls
-    context = _context(tls, stamps(tls.ca, tls.cert, tls.key)) if secure else None
-    name = (tls_name(endpoint) or url.hostname) if secure else None
-    reader, writer = await asyncio.open_connection(
-        url.hostname, url.port or (443 if secure else 80), ssl=context, server_hostname=name
-    )
+async def _http(endpoint: Endpoint, way: Way, timeout: float) -> bool:
+    """True if the engine's readiness path answers 2xx. The timeout is the caller's to keep."""
+    url, address = urlsplit(endpoint.url), way.address(endpoint)
+    sock = await reached(asyncio.get_running_loop(), address, timeout)
+    name = address.server_name if address.context is not None else None
+    reader, writer = await asyncio.open_connection(sock=sock, ssl=address.context, server_hostname=name)
     try:
         writer.write(_request(endpoint, url.path, url.netloc.rpartition("@")[2]))
         status = await reader.readline()
@@ -136,28 +156,13 @@ def _request(endpoint: Endpoint, prefix: str, netloc: str) -> bytes:
     return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
 
 
-@lru_cache(maxsize=256)
-def _context(tls: Tls, _changed: tuple[int, ...]) -> ssl.SSLContext:
-    """Kept, as it takes 28 ms to build, until a file changes."""
-    context = ssl.create_default_context(cafile=tls.ca or None)
-    if tls.cert:
-        context.load_cert_chain(tls.cert, tls.key or None)
-    return context
-
-
-async def _grpc(endpoint: Endpoint, timeout: float) -> bool:
-    return await asyncio.to_thread(_grpc_blocking, endpoint, timeout)
-
-
-def _grpc_blocking(endpoint: Endpoint, timeout: float) -> bool:
+def _grpc(endpoint: Endpoint, dial: Dialer, timeout: float) -> bool:
     """True if the server says that it is ready, or answers without knowing any of the questions."""
     import grpc
 
-    from gpuroute.transports.grpc_peers import Dialer, Peer, channel_options
+    from gpuroute.transports.grpc_peers import Peer
     from gpuroute.transports.grpc_probes import probes_of
 
-    options = channel_options((), connect_timeout=timeout, idle=60.0, trust_env=False)
-    dial = Dialer(grpc.insecure_channel, grpc.secure_channel, options, None, None)
     peer = Peer(endpoint, dial(endpoint))
     try:
         for probe in probes_of(endpoint):

@@ -59,12 +59,26 @@ class UnusableFiles(ConfigError):
     """The TLS files that one endpoint's record names are not here or no good: a reason to take another endpoint."""
 
 
-class Trust:
-    """TLS contexts: one for all endpoints (28 ms to build), and one for each CA or client certificate of their own."""
+class Way:
+    """How the connections of one transport are made: whom they trust, what they show, where they come from.
 
-    def __init__(self, library: Library, *, verify: Any = True, cert: Any = None, trust_env: bool = True) -> None:
+    There is one TLS context for all endpoints (28 ms to build), and one for each CA or client certificate of their own.
+    """
+
+    def __init__(
+        self,
+        library: Library,
+        *,
+        verify: Any = True,
+        cert: Any = None,
+        trust_env: bool = True,
+        local_address: str | None = None,
+        socket_options: Iterable[SocketOption] = (),
+    ) -> None:
         self._library = library
         self._arguments = {"verify": verify, "cert": cert, "trust_env": trust_env}
+        self._local = local_address
+        self._options = tuple(socket_options)
         self._lock = threading.Lock()
         self._contexts: dict[object, ssl.SSLContext] = {}
 
@@ -76,8 +90,25 @@ class Trust:
         """The context of endpoints that have no TLS files of their own."""
         return self._built("shared", lambda: self._library.client.create_ssl_context(**self._arguments))
 
-    def of(self, tls: Tls) -> ssl.SSLContext:
-        """The context for one endpoint. Files are read again when they change. Raises UnusableFiles."""
+    def address(self, endpoint: Endpoint) -> Address:
+        """Where and how to connect to an endpoint. Raises ConfigError; UnusableFiles for TLS files that are not here."""
+        url = self._library.client.URL(endpoint.url)
+        if url.scheme not in ("http", "https") or not url.host:
+            raise ConfigError(
+                f"endpoint {endpoint.id!r}: its URL must begin with http:// or https://, not {url.scheme!r}"
+            )
+        secure = url.scheme == "https"
+        return Address(
+            url.raw_host.decode("ascii"),
+            url.port or (443 if secure else 80),
+            self._of(endpoint.tls) if secure else None,
+            tls_name(endpoint),
+            self._local,
+            self._options,
+        )
+
+    def _of(self, tls: Tls) -> ssl.SSLContext:
+        """The context for one endpoint. Files are read again when they change."""
         if not (tls.ca or tls.cert):
             return self.shared()
         try:
@@ -169,18 +200,14 @@ class Pools:
     def __init__(
         self,
         library: Library,
-        trust: Trust,
+        way: Way,
         limits: Limits,
         *,
         loop: AbstractEventLoop | None,
-        local_address: str | None = None,
-        socket_options: Iterable[SocketOption] = (),
     ) -> None:
         self._library = library
-        self._trust = trust
+        self._way = way
         self._limits = limits
-        self._local = local_address
-        self._options = tuple(socket_options)
         core = library.core
         self._http = core.HTTP11Connection if loop is None else core.AsyncHTTP11Connection
         self._gate: type[Gate | AsyncGate] = Gate if loop is None else AsyncGate
@@ -260,27 +287,11 @@ class Pools:
             with self._lock:
                 self._retire(old)
         gate = self._gate(self._library.core, self._limits.in_use)
-        link = Link(state, pool, self._library, self._address(state.endpoint), gate)
+        link = Link(state, pool, self._library, self._way.address(state.endpoint), gate)
         if old is None:
             return self._links.setdefault(state, link)  # another thread may have been quicker
         self._links[state] = link
         return link
-
-    def _address(self, endpoint: Endpoint) -> Address:
-        url = self._library.client.URL(endpoint.url)
-        if url.scheme not in ("http", "https") or not url.host:
-            raise ConfigError(
-                f"endpoint {endpoint.id!r}: its URL must begin with http:// or https://, not {url.scheme!r}"
-            )
-        secure = url.scheme == "https"
-        return Address(
-            url.raw_host.decode("ascii"),
-            url.port or (443 if secure else 80),
-            self._trust.of(endpoint.tls) if secure else None,
-            tls_name(endpoint),
-            self._local,
-            self._options,
-        )
 
     def _expire(self, now: float) -> None:
         expiry = self._limits.expiry

@@ -21,7 +21,7 @@ from gpuroute.transports.asking import asker_of
 from gpuroute.transports.bodies import PREFIX, Outgoing, model_of
 from gpuroute.transports.continuation import seam_of
 from gpuroute.transports.outside import Outside
-from gpuroute.transports.pools import Limits, Pools, Trust, UnusableFiles
+from gpuroute.transports.pools import Limits, Pools, UnusableFiles, Way
 from gpuroute.transports.trips import LEAVE, STAY, Settled, Trip
 
 if TYPE_CHECKING:
@@ -124,16 +124,21 @@ class Routes:
             cookies=settings.cookies if cookies is None else cookies,
             deadline_header=settings.deadline_header,
         )
-        self._trust = Trust(self.library, verify=verify, cert=cert, trust_env=trust_env)
+        self._way = Way(
+            self.library,
+            verify=verify,
+            cert=cert,
+            trust_env=trust_env,
+            local_address=local_address,
+            socket_options=socket_options or (),
+        )
         self._limits = _limits(limits)
-        self._local_address = local_address
-        self._socket_options = tuple(socket_options or ())
         self._given_plain = plain
         self.replaced: tuple[Any, Any] | None = None  # by `gpuroute.wrap`: the client's own transport and mounts
         self._salt = settings.salt.reveal() if settings.salt else None
         self._disabled = settings.disabled
+        self._checks = settings.health_checks and not settings.disabled
         self._asker = asker_of(router)
-        self._checks = router.settings.health_checks
         router.on_fork(self._after_fork)
         watch(router)
 
@@ -211,7 +216,7 @@ class Routes:
         if self._checks:
             from gpuroute.transports.health import CHECKER
 
-            CHECKER.watch(self.router)
+            CHECKER.watch(self.router, route.pool, self._way)
         options, prompt = route.out.options, route.prompt
         key = options.key or (prompt.key if prompt is not None else None)
         url = self.router.fallback(route.name, key, inside=route.inside)
@@ -335,19 +340,12 @@ class Routes:
         if self._given_plain is not None:
             return self._given_plain
         if pools.plain is None:
-            context = self._trust.shared()
+            context = self._way.shared()
             pools.plain = Outside.of(client(verify=context)) if self.by_proxies else transport(verify=context)
         return pools.plain
 
     def _make_pools(self, loop: AbstractEventLoop | None) -> Pools:
-        return Pools(
-            self.library,
-            self._trust,
-            self._limits,
-            loop=loop,
-            local_address=self._local_address,
-            socket_options=self._socket_options,
-        )
+        return Pools(self.library, self._way, self._limits, loop=loop)
 
     # ------------------------------------------------------------------------------------------ the end
 
@@ -377,7 +375,7 @@ class Routes:
 
     def _after_fork(self) -> None:
         """Connections and locks of the parent are not the child's."""
-        self._trust.after_fork()
+        self._way.after_fork()
 
 
 def _limits(limits: Any) -> Limits:
