@@ -26,7 +26,7 @@ from gpuroute.registry.view import View
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from gpuroute.core.fleet import Fleet, Registry
+    from gpuroute.core.fleet import Fleet, Registry, Subscription
 
 PATIENCE_S = 40.0
 """How long what must happen may take: the machine may be ten times as busy as it has processors."""
@@ -73,9 +73,12 @@ def running(*command: str) -> Iterator[subprocess.Popen[str]]:
 class Watcher:
     """A subscription and every fleet it delivered, each with its moment."""
 
+    subscription: Subscription | None = None
+
     def __init__(self, registry: Registry) -> None:
         self.fleets: list[Fleet] = []
         self.moments: list[float] = []
+        self.troubles: list[str] = []  # of each stale fleet: what it may recover from before a test has looked
         self._news = threading.Condition()
         self.subscription = registry.subscribe(self._on_change)
 
@@ -89,6 +92,8 @@ class Watcher:
         with self._news:
             self.fleets.append(fleet)
             self.moments.append(time.monotonic())
+            if fleet.stale and self.subscription is not None:
+                self.troubles.append(self.subscription.error or "")
             self._news.notify_all()
 
     @property
