@@ -55,6 +55,7 @@ def test_bench_live(capfd: pytest.CaptureFixture[str]) -> None:
     assert all(row["calls"] > 5 and row["failed"] <= row["calls"] / 4 and row["ttft_mean"] > 0 for row in rows)
     assert all({"ttft_p95", "ttft_p99", "cached_share"} <= set(row) for row in rows)
     assert rows[1]["answered_share"] > 0
+    assert rows[2]["answered_share"] < 0.8, "half of all asks or their answers get lost"
 
 
 def test_blocks_of_a_trace_become_text_that_is_shared_as_far_as_the_trace_says() -> None:

@@ -40,12 +40,13 @@ from gpuroute.transports.ask_lines import Line, Place
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from multiprocessing.connection import Connection
 
     from gpuroute.core.asking import BidBody
     from gpuroute.router import Router
     from gpuroute.sim.traces import Request
+    from gpuroute.transports.ask_peers import Asked
 
 POOL = "live"
 KEY = "bench-live"
@@ -142,7 +143,7 @@ def run(args: argparse.Namespace) -> int:
         ask_timeout=args.ask_timeout,
         seed=args.seed,
     )
-    rows = measure(scene, args.policies.split(","), args.rounds)
+    rows = measure(scene, list(dict.fromkeys(args.policies.split(","))), args.rounds)
     if args.json:
         print(json.dumps(rows))
         return 0
@@ -412,20 +413,28 @@ async def _serve(pipe: Connection, rows: list[Request], scene: Scene) -> None:
             how |= {"ask_timeout": scene.ask_timeout, "reroute": turn.has("reroute")}
             router = Router(endpoints={POOL: turn.endpoints}, policy=turn.policy, **how)
             clients[kind], routers[kind] = AsyncClient(router, timeout=300.0), router
-        Line.send = _losing if turn.has("loss") else _sending  # type: ignore[method-assign,assignment]
+        Line.send, Line.send_all = LOSSY if turn.has("loss") else WHOLE  # type: ignore[method-assign,assignment]
         calls = await _replay(clients[kind], rows, scene.time_scale, turn)
         pipe.send((calls, _counts(routers[kind])))
 
 
 LOSS = 0.3
-_sending = Line.send
+WHOLE = Line.send, Line.send_all
 
 
 def _losing(line: Line, data: bytes, place: Place) -> None:
     """Every message is lost with a chance of LOSS; an ask also for the bid that would have come back."""
     lost = 1 - (1 - LOSS) ** 2 if data[3] == Kind.ASK else LOSS
     if random.random() >= lost:
-        _sending(line, data, place)
+        WHOLE[0](line, data, place)
+
+
+def _losing_any(line: Line, asked: Iterable[Asked], message: Callable[[int], bytes]) -> None:
+    for _, _, place in asked:
+        _losing(line, message(place.engine), place)
+
+
+LOSSY = _losing, _losing_any
 
 
 def _counts(router: Router) -> dict[str, int]:
