@@ -39,8 +39,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_threa
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=gc.freeze, after_in_parent=gc.unfreeze)
 
-DISTURBED_S = 0.2
-"""So much time taken by the machine may make the difference where real clocks run: leases end, timeouts pass."""
+DISTURBED_S = 0.05
+"""So much time taken by the machine may make the difference where real clocks run: agents are asked for milliseconds."""
 TRIES, TRYING_S = 6, 60.0
 
 
