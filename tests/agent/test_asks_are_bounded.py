@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from itertools import groupby
 
 import pytest
@@ -45,6 +46,21 @@ def test_a_bid_that_comes_from_elsewhere_is_not_taken() -> None:
         asking.heard()
         assert (asking.bids, asker.counts.strangers) == ({}, 2)
         asking.unread.append((bid, ("127.0.0.1", agent.port), time.monotonic()))
+        asking.heard()
+        assert set(asking.bids) == {"gpu-0"}
+
+
+def test_a_bid_that_comes_by_another_way_is_not_taken() -> None:
+    """Datagrams are no answers of an agent that is asked by gRPC."""
+    with AgentThread(desks(2), lose=lambda _: True) as agent:
+        first, second = agent.endpoints()
+        router, asker = router_of([replace(first, agent="grpc://127.0.0.1:1"), second], ask_timeout="5ms")
+        asking = asker.ask(call_of(router))
+        bid = encode_bid(Desk("gpu-0").bid(1, 100, (), 0.0), asking.id, 1, 0, 0, KEY.encode())
+        asking.unread.append((bid, ("127.0.0.1", agent.port), time.monotonic()))
+        asking.heard()
+        assert (asking.bids, asker.counts.strangers) == ({}, 1)
+        asking.unread.append((bid, None, time.monotonic()))
         asking.heard()
         assert set(asking.bids) == {"gpu-0"}
 

@@ -20,9 +20,9 @@ nothing else. An age of 0 may be an older agent's.
 
 from __future__ import annotations
 
-import hmac
 import struct
 from enum import IntEnum
+from hmac import compare_digest
 from typing import TYPE_CHECKING, NamedTuple
 from zlib import crc32
 
@@ -182,7 +182,7 @@ def open_message(data: bytes, secrets: Sequence[bytes] = ()) -> tuple[Header, by
     magic, version, kind, key, to, engine, sent_ms, id_ = _HEADER.unpack_from(data)
     if magic != b"GR" or version != VERSION:
         raise Garbled(f"not a message of version {VERSION}")
-    if secrets and (key >= len(secrets) or not hmac.compare_digest(data[-TAG:], tag(data[:-TAG], secrets[key]))):
+    if secrets and (key >= len(secrets) or not compare_digest(data[-TAG:], tag(data[_SIGNED], secrets[key]))):
         raise Garbled("the tag does not match")
     known = _KINDS.get(kind)
     if known is None:
@@ -218,7 +218,7 @@ def read_bid(data: bytes, secret: bytes = b"") -> tuple[int, int, int, int, int,
         raise Garbled(f"a bid of {len(data)} bytes") from None
     if head != _BID_HEAD or state >= len(_STATES):
         raise Garbled(f"not a bid of version {VERSION}")
-    if secret and not hmac.compare_digest(seal, tag(data[_SIGNED], secret)):
+    if secret and not compare_digest(seal, tag(data[_SIGNED], secret)):
         raise Garbled("the tag does not match")
     matched = -1 if matched == UNKNOWN else matched
     return identity, engine, state, running, waiting, queued, kv / 0xFFFF, matched, epoch, age / 10

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from gpuroute.core.attempt import Attempt
     from gpuroute.core.call import Call
     from gpuroute.core.state import EndpointState
-    from gpuroute.transports.ask_lines import Heard, Line, Place
+    from gpuroute.transports.ask_lines import Heard, Line, Origin, Place
     from gpuroute.transports.ask_peers import Asked
     from gpuroute.transports.asking import Asker
 
@@ -63,7 +63,7 @@ class Asking:
     _again_at = math.inf
     _rounds = _repeated = _answers = _unanswered = 0
 
-    def __init__(self, asker: Asker, call: Call, asked: Mapping[int, Asked], line: Line) -> None:
+    def __init__(self, asker: Asker, call: Call, asked: Mapping[Origin, Asked], line: Line) -> None:
         self.id = id_ = random.getrandbits(64)
         self.key = id_.to_bytes(8, "big")
         self.started = started = time.monotonic()
@@ -73,7 +73,7 @@ class Asking:
         self._asker = asker
         self._call = call
         self._line = line
-        self._asked = asked  # by identity
+        self._asked = asked
         self._until = until = started + asker.timeout
         patience = asker.patience
         self.patient = asker.loss < RARE
@@ -155,9 +155,9 @@ class Asking:
                 asker.counts.garbled += 1
                 asker.mention(UNSIGNED, source)
                 continue
-            one = asked.get(identity)
-            if one is None or one[2].engine != engine or (one[2].address != source and one[2].family != RELAY):
-                asker.counts.strangers += 1  # what came by gRPC was called for, and has no source
+            one = asked.get((identity, engine, source))
+            if one is None:
+                asker.counts.strangers += 1
                 asker.mention(STRANGE, source)
                 continue
             state, peer, _ = one

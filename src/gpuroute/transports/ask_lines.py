@@ -29,8 +29,11 @@ BURST = 64  # datagrams in a row, before the loop may see to something else
 TICK = struct.pack("ll", 0, 1_000)  # a timeout of the least that the system's clock ticks by: 1 to 10 ms
 ID = slice(16, 24)  # of a message: the id of its call
 Address = tuple[Any, ...]
-Heard = tuple[bytes, Address, float]
-"""A datagram, where it came from, and when."""
+Origin = tuple[int, int, Address | None]
+"""Of a bid: the identity and the engine number in it, and where it came from (None: by RELAY)."""
+
+Heard = tuple[bytes, Address | None, float]
+"""A message, where it came from, and when."""
 
 
 RELAY = socket.AF_UNIX
@@ -38,8 +41,8 @@ RELAY = socket.AF_UNIX
 
 
 class Place(NamedTuple):
-    """Where an agent listens: address family, the address as the system gives it back, which of its engines, and the
-    addressee of what it is told.
+    """Where an agent listens: address family, the address as the system gives it back, which of its engines, the
+    addressee of what it is told, and what tells its bids from others.
 
     Of a gRPC agent: RELAY, and (scheme, target).
     """
@@ -47,7 +50,8 @@ class Place(NamedTuple):
     family: int
     address: Address
     engine: int
-    to: int = 0
+    to: int
+    origin: Origin
 
 
 class Listener(Protocol):
@@ -93,7 +97,7 @@ class Line:
 
     def send(self, data: bytes, place: Place) -> None:
         """One datagram, if the system takes it now. Any thread."""
-        family, address, _, _ = place
+        family, address, _, _, _ = place
         try:  # `contextlib.suppress` would cost as much as the rest of this
             (self._senders.get(family) or self._open(family))(data, address)
         except OSError:
@@ -102,7 +106,7 @@ class Line:
     def send_all(self, asked: Iterable[tuple[Any, Any, Place]], message: Callable[[int], bytes]) -> None:
         """`send` to each of these places the `message` to that engine of its agent."""
         senders, last, data = self._senders, -1, b""
-        for _, _, (family, address, engine, _) in asked:
+        for _, _, (family, address, engine, _, _) in asked:
             if engine != last:
                 last, data = engine, message(engine)
             try:

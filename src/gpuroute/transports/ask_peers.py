@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from gpuroute.core.pool import Pool
     from gpuroute.core.snapshot import Snapshot
     from gpuroute.core.state import EndpointState
+    from gpuroute.transports.ask_lines import Address, Origin
 
     Asked = tuple[EndpointState, "Peer", Place]
 
@@ -117,9 +118,9 @@ class Peers:
 
     def answering(
         self, states: Iterable[EndpointState], tried: Container[EndpointState], now: float
-    ) -> Mapping[int, Asked]:
-        """Those of the endpoints that may take a call and whose agents may be asked, by the identity in their bids."""
-        found: dict[int, Asked] = {}
+    ) -> Mapping[Origin, Asked]:
+        """Those of the endpoints that may take a call and whose agents may be asked, by where their bids come from."""
+        found: dict[Origin, Asked] = {}
         seconds: list[tuple[EndpointState, Peer]] = []
         known = self._known
         if tried:
@@ -131,15 +132,16 @@ class Peers:
                     peer = self._meet(state, peer, now)
                 place, second = peer.place, peer.second
                 if place is not None and peer.muted_until <= now:
-                    found[peer.identity] = state, peer, place
+                    found[place.origin] = state, peer, place
                     if second is not None and wants_second_opinion(state, now):
                         seconds.append((state, second))
                 elif second is not None and (second.is_cheap or wants_second_opinion(state, now)):
                     seconds.append((state, second))
         asked = found if len(found) <= MOST else dict(islice(found.items(), MOST))
         for state, second in seconds[:MOST]:
-            if second.place is not None and second.muted_until <= now and not self._rests(second.agent):
-                asked[second.identity] = state, second, second.place
+            place = second.place
+            if place is not None and second.muted_until <= now and not self._rests(second.agent):
+                asked[place.origin] = state, second, place
         return asked
 
     def forget(self) -> None:
@@ -188,7 +190,7 @@ def _resolve(peer: Peer) -> None:
     """Find the place of `udp://host:port/engine`: at once if the host is a number, else without waiting for it."""
     agent = peer.agent
     if agent.startswith(f"{SCHEME}:"):
-        peer.place = Place(RELAY, (SCHEME, agent.removeprefix(f"{SCHEME}:")), 0)
+        peer.place = _place(peer, RELAY, (SCHEME, agent.removeprefix(f"{SCHEME}:")), 0)
         return
     try:
         parts = urlsplit(agent)
@@ -198,7 +200,7 @@ def _resolve(peer: Peer) -> None:
     if not host or not port:
         return
     if parts.scheme != "udp":
-        peer.place = Place(RELAY, (parts.scheme, parts.netloc), engine, addressee_of(peer.identity))
+        peer.place = _place(peer, RELAY, (parts.scheme, parts.netloc), engine)
         return
     try:
         ipaddress.ip_address(host)
@@ -214,4 +216,9 @@ def _look_up(peer: Peer, host: str, port: int, engine: int) -> None:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     except (OSError, UnicodeError):  # the latter: no name that could be one
         return  # stays unknown, or as it was, until the next look
-    peer.place = Place(found[0], found[4], engine, addressee_of(peer.identity))
+    peer.place = _place(peer, found[0], found[4], engine)
+
+
+def _place(peer: Peer, family: int, address: Address, engine: int) -> Place:
+    origin = peer.identity, engine, None if family == RELAY else address
+    return Place(family, address, engine, addressee_of(peer.identity), origin)

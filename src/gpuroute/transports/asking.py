@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from gpuroute.router import Router
     from gpuroute.transports.ask_engines import Engines
     from gpuroute.transports.ask_grpc import Channels
+    from gpuroute.transports.ask_lines import Origin
     from gpuroute.transports.ask_peers import Asked
 
 __all__ = ["Asker", "Asking", "asker_of"]
@@ -45,7 +46,7 @@ log = logging.getLogger("gpuroute")
 AGAIN_S = 0.001
 MENTIONED_S = 60.0
 MOST_SLOWER = 4.0  # a round trip counts for at most so many usual ones
-NOBODY: Mapping[int, Asked] = {}
+NOBODY: Mapping[Origin, Asked] = {}
 
 
 class Counts:
@@ -155,8 +156,8 @@ class Asker:
 
     # ------------------------------------------------------------------------------------------ whom, and whether
 
-    def worth_asking(self, call: Call) -> Mapping[int, Asked]:
-        """The candidates to ask for this call, by the identity in their bids; none if asking would not pay."""
+    def worth_asking(self, call: Call) -> Mapping[Origin, Asked]:
+        """The candidates to ask for this call, by where their bids come from; none if asking would not pay."""
         picker = call.pool.snapshot.picker
         if not isinstance(picker, Soonest):
             return NOBODY
