@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from http_caller import endpoint
+from http_caller import endpoint, router_for
 from http_stub import Exchange, ok
 
 if TYPE_CHECKING:
@@ -95,3 +95,20 @@ def test_options_of_a_call_go_to_no_host_outside(stubs: Stage, caller: Make) -> 
     assert (came.target, came.body) == (b"/x?y=1", b"body")
     assert (came.header("authorization"), came.header("x-other")) == ("Bearer mine", "1"), "asked for by the caller"
     assert [name for name, _ in came.headers if name.lower().startswith("x-gpuroute-")] == []
+
+
+@pytest.mark.parametrize("pool", [None, "llama"])
+@pytest.mark.parametrize("location", ["{own}//b/new?x=1#part", "/.//b/new?x=1"])
+def test_a_path_that_looks_like_a_host_is_none(stubs: Stage, caller: Make, location: str, pool: str | None) -> None:
+    """Of `http://own//b/new` alone, `//b/new` would be left: the host `b`, which may be a pool or somebody else's."""
+    a, b = stubs("a", "b")
+    redirecting(a, location.format(own=a.url))
+    router = router_for([endpoint(a)])
+    router.registry.set({"llama": [endpoint(a)], "b": [endpoint(b)]})
+    client = caller(router, pool=pool)
+    answer = client.get("http://me:mine@llama:81/old", follow_redirects=True)
+    assert (answer.json()["endpoint"], a.came[-1].target) == ("a", b"//b/new?x=1")
+    assert (answer.url.host, answer.url.port) == ("llama", 81)
+    assert "mine" not in answer.history[0].headers["location"]
+    assert a.came[-1].header("authorization") == a.came[0].header("authorization") == "Basic bWU6bWluZQ=="
+    assert b.came == []

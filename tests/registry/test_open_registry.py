@@ -86,6 +86,9 @@ def test_an_endpoint_in_code_may_say_what_a_record_may(endpoint: Endpoint) -> No
         ("llama=localhost:8000", "llama, item 1: url has another scheme"),
         ("file://host/fleet.json", "file:///absolute"),
         ("file:fleet.json", "file:///absolute"),
+        ("file://localhost", "file:///absolute"),
+        ("file://localhostess/fleet.json", "file:///absolute"),
+        ("file:///fleet.json#x", "file:///absolute"),
         ("file:///fleet.json?x=1", "file:///absolute"),
         ("etcd://", "bad member"),
         ("etcd://h:0", "bad member"),
@@ -135,7 +138,10 @@ def test_settings_fill_the_etcd_options() -> None:
     assert (registry.config.user, registry.config.password.reveal(), registry.config.trust_env) == ("u", "p", True)
 
 
-@pytest.mark.parametrize("location", ["file:///tmp/a%20b.toml", "/tmp/a b.toml", "a b.json"])
+@pytest.mark.parametrize(
+    "location",
+    ["file:///tmp/a%20b.toml", "file:/tmp/a b.toml", "file://localhost/tmp/a b.toml", "/tmp/a b.toml", "a b.json"],
+)
 def test_file_locations(location: str) -> None:
     registry = open_registry(location)
     assert isinstance(registry, FileRegistry)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import queue
 from typing import TYPE_CHECKING, TypedDict, Unpack
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 from gpuroute.errors import ConfigError, RegistryUnavailable
 
@@ -110,13 +110,11 @@ def _is_path(location: str) -> bool:
 def _path(location: str) -> str:
     if not location.startswith("file:"):
         return location
-    try:
-        parts = urlsplit(location)
-    except ValueError:  # of a bracket that is never closed
-        parts = urlsplit("//?")
-    if parts.netloc not in {"", "localhost"} or not parts.path.startswith("/") or parts.query or parts.fragment:
+    rest = location.removeprefix("file:")
+    path = rest.removeprefix("//localhost") if rest.startswith("//localhost/") else rest.removeprefix("//")
+    if not path.startswith("/") or "?" in path or "#" in path:
         raise ConfigError(f"registry {location!r}: expected file:///absolute/path.json or .toml")
-    return unquote(parts.path)
+    return unquote(path)
 
 
 def _check_static(text: str) -> None:

@@ -51,10 +51,11 @@ NO_OPTIONS = Options()
 class Outgoing:
     """One request of the caller, read once: immutable but for its body's progress."""
 
-    __slots__ = ("body", "content", "extensions", "headers", "method", "options", "path", "timeouts", "whole")
+    __slots__ = ("body", "content", "extensions", "headers", "method", "options", "path", "timeouts", "url", "whole")
 
     def __init__(self, request: Any, library: Any) -> None:
         self.method: str = request.method
+        self.url: Any = request.url
         self.extensions: dict[str, Any] = request.extensions
         self.path: bytes = self.extensions.get("target") or request.url.raw_path
         self.timeouts: dict[str, float | None] = self.extensions.get("timeout") or {}

@@ -449,7 +449,11 @@ class Trip:
             return header
         if not link.is_self(url):
             return header[0], str(url.copy_with(fragment=LEAVE)).encode()
-        return header[0], url.raw_path + f"#{STAY}{quote(link.endpoint.id, safe='')}".encode()
+        path = url.raw_path
+        if path.startswith(b"//"):  # which alone would be a host
+            asked = self.out.url
+            path = str(client.URL(scheme=asked.scheme, host=asked.host, port=asked.port, raw_path=path)).encode()
+        return header[0], path + f"#{STAY}{quote(link.endpoint.id, safe='')}".encode()
 
     def record(self) -> dict[str, Any]:
         """The decision record of the call, as far as it went."""
