@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
+import threading
+from functools import partial
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import pytest
 
 from gpuroute.agent import gpus
-from gpuroute.core.endpoint import Gpu
+from gpuroute.agent.register import Rules
+from gpuroute.agent.service import Agent, Engine, Options
+from gpuroute.cli import main
+from gpuroute.core.endpoint import Endpoint, Gpu
+from gpuroute.core.speed import PREFILL_PRIOR
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def library(**named: object) -> SimpleNamespace:
@@ -111,3 +122,122 @@ def test_no_library_and_a_broken_one_are_no_gpu(monkeypatch: pytest.MonkeyPatch)
 )
 def test_kinds(name: str, kind: str) -> None:
     assert gpus.kind_of(name) == kind
+
+
+class Hanging:
+    """An NVML that hangs until it is let go, in what is named."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+        self.asked, self.go_on = threading.Event(), threading.Event()
+        real = library()
+
+        def hang(name: str, *given: object) -> object:
+            self.asked.set()
+            assert self.go_on.wait(60)
+            return getattr(real, name)(*given)
+
+        monkeypatch.setitem(sys.modules, "pynvml", library(**{name: partial(hang, name) for name in names}))
+
+
+@pytest.mark.parametrize("name", ["nvmlInit", "nvmlDeviceGetName", "nvmlDeviceGetCurrentClocksEventReasons"])
+def test_an_agent_starts_beside_a_driver_that_hangs(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, eventually: Callable[..., None]
+) -> None:
+    """The command gets as far as serving, says why it knows no GPU, and knows it as soon as the driver does."""
+    library, served = Hanging(monkeypatch, name), []
+
+    async def serve(options: Options, *_: object) -> bool:
+        served.append(options)
+        return True
+
+    monkeypatch.setattr("gpuroute.cli.agent._serve", serve)
+    monkeypatch.setattr("gpuroute.cli.agent.gc.freeze", lambda: None)
+    monkeypatch.setattr("logging.basicConfig", lambda **_: None)
+    monkeypatch.setattr(gpus, "LIMIT_S", 0.05)
+    assert main(["agent", "--url", "http://127.0.0.1:1", "--pool", "p"]) == 0
+    assert library.asked.wait(60)
+    (options,) = served
+    eyes = options.eyes
+    assert eyes is not None
+    assert options.engines[0].endpoint.gpu in {Gpu(), eyes.gpu}
+    eyes.check()
+    assert caplog.text.count("NVML has not answered") == 1
+    library.go_on.set()
+    eventually(lambda: eyes.reasons == ("hw_thermal", "power_cap"), "the figures come late")
+    assert eyes.gpu == Gpu("H100", 2, 80.0)
+
+
+def test_a_driver_that_begins_to_hang_is_said_once_and_what_was_known_stays(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, eventually: Callable[..., None]
+) -> None:
+    monkeypatch.setattr(gpus, "LOOK_S", 0.0)
+    monkeypatch.setitem(sys.modules, "pynvml", library())
+    eyes = gpus.Eyes(60.0)
+    assert eyes.wait()
+    hanging = Hanging(monkeypatch, "nvmlInit")
+    assert hanging.asked.wait(60)
+    eyes._limit = 0.01
+
+    def warned() -> bool:
+        eyes.check()
+        return "NVML has not answered" in caplog.text
+
+    eventually(warned, "it is noticed")
+    eyes.check()
+    assert caplog.text.count("NVML has not answered") == 1
+    assert (eyes.gpu, eyes.reasons) == (Gpu("H100", 2, 80.0), ("hw_thermal", "power_cap"))
+    caplog.set_level("INFO")
+    monkeypatch.setattr(gpus, "LOOK_S", 60.0)
+    hanging.go_on.set()
+    eventually(lambda: "NVML answers again: 2 x H100" in caplog.text, "and that it is over")
+
+
+def test_nothing_is_asked_twice_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert not gpus.Eyes(60.0).wait()
+
+
+def test_figures_that_come_late_are_taken_in_by_all_records_and_the_agent_ends_without_the_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A call of the driver that hangs keeps neither the loop nor the end of the agent waiting."""
+    monkeypatch.setattr("gpuroute.agent.service.GPUS_S", 0.0)
+    hanging = Hanging(monkeypatch, "nvmlInit")
+    eyes = gpus.Eyes(0.0)
+    assert eyes.wait()
+    written: list[Endpoint] = []
+
+    class Record:
+        def __init__(self, endpoint: Endpoint) -> None:
+            self.update(endpoint)
+
+        def update(self, endpoint: Endpoint) -> None:
+            written.append(endpoint)
+            if endpoint.gpu == Gpu("H100", 2, 80.0):
+                agent.stop()
+
+        def close(self) -> None:
+            pass
+
+    engines = [
+        Engine(url="http://127.0.0.1:1", endpoint=Endpoint(f"gpu-{gpu}", "http://127.0.0.1:1", engine="vllm", gpu=gpu))
+        for gpu in (Gpu(), Gpu("L4"))
+    ]
+    agent: Agent
+
+    async def run() -> None:
+        nonlocal agent
+        agent = Agent(Options(engines=engines, eyes=eyes, rules=Rules(drain_s=0.0)), Record)
+        running = asyncio.ensure_future(agent.run())
+        async with asyncio.timeout(60):
+            while len(written) < 2:
+                await asyncio.sleep(0)
+            assert not any(endpoint.gpu.count == 2 for endpoint in written)
+            hanging.go_on.set()
+            await running
+
+    asyncio.run(run())
+    kinds = {endpoint.id: endpoint for endpoint in written if "throttled" not in endpoint.labels}
+    assert [endpoint.gpu.kind for endpoint in kinds.values()] == ["H100", "L4"]
+    fresh = agent.desks[0].book.rate
+    assert fresh.seconds == pytest.approx(PREFILL_PRIOR["H100"])

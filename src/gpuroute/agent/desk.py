@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from gpuroute.agent.book import Book
 from gpuroute.core.asking import BidBody, EngineState, identity_of
 from gpuroute.core.seal import addressee_of
-from gpuroute.core.speed import PREFILL_PRIOR, UNKNOWN_PRIOR
+from gpuroute.core.speed import PREFILL_PRIOR, UNKNOWN_PRIOR, Rate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -82,6 +82,11 @@ class Desk:
     def sized(self, kv_tokens: int) -> None:
         """The engine said how many tokens its KV cache holds."""
         self.book.prefixes.capacity = kv_tokens + self.dram_tokens
+
+    def equipped(self, gpu: str) -> None:
+        """The kind of its GPU is known by now: a better guess, as long as nothing is learned."""
+        if not self.book.rate.count:
+            self.book.rate = Rate(PREFILL_PRIOR.get(gpu, UNKNOWN_PRIOR))
 
     def restarted(self, epoch: int) -> None:
         """Another process is the engine now; nothing of the old one is queued or cached."""

@@ -1,13 +1,18 @@
 """What NVIDIA's management library says of the GPUs of this machine, if it is here (`nvidia-ml-py`, optional).
 
-Without the library, a driver or a GPU nothing is known, and nothing fails. An engine that was given some GPUs only
-(`CUDA_VISIBLE_DEVICES`, which the library itself does not heed) is told of these, if the agent has the same variable.
+Without the library, a driver or a GPU nothing is known, and nothing fails. A driver that is ill may never answer, so it
+is asked in a thread (`Eyes`). An engine that was given some GPUs only (`CUDA_VISIBLE_DEVICES`, which the library itself
+does not heed) is told of these, if the agent has the same variable.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 import re
+import threading
+import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +21,14 @@ from gpuroute.core.speed import PREFILL_PRIOR
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+log = logging.getLogger("gpuroute.agent")
+
+LIMIT_S = 5.0
+"""How long the library may take before the agent goes on without it: a GPU that sleeps takes a second or two."""
+
+LOOK_S = 10.0
+"""How often it is asked why GPUs are slower than their kind."""
 
 _REASONS = {
     0x004: "power_cap",
@@ -31,6 +44,49 @@ _REASONS = {
 
 _ASK_REASONS = ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons")
 """The function by its present and by its older name: a driver may know only one of them."""
+
+
+class Eyes:
+    """What is known by now of the GPUs here. To read it takes no time; a thread, which no end of the process waits for,
+    asks the library, and stays with it for ever if it hangs; after `limit` seconds it is gone on without.
+    `gpu`: as of `found`; `reasons`: as of `throttled`."""
+
+    def __init__(self, limit: float) -> None:
+        self._limit = limit
+        self.gpu: Gpu | None = None
+        self.reasons: tuple[str, ...] = ()
+        self._asked_at = time.monotonic()
+        self._answered = threading.Event()
+        self._warned = False
+        threading.Thread(target=self._look, name="gpuroute-nvml", daemon=True).start()
+
+    def wait(self) -> bool:
+        """Wait for the first figures, if need be. False if there is no GPU here, or no way to know one."""
+        self._answered.wait(self._limit)
+        self.check()
+        return self.gpu is not None or not self._answered.is_set()
+
+    def check(self) -> None:
+        """Say so in the log, once, if the library owes an answer for too long."""
+        late = time.monotonic() - self._asked_at
+        if late >= self._limit and not self._warned:
+            self._warned = True
+            known = "the record is without a GPU until it does" if self.gpu is None else "the record stays as it is"
+            log.warning("NVML has not answered for %.1f s: %s (does nvidia-smi hang?)", late, known)
+
+    def _look(self) -> None:
+        while True:
+            self.gpu = self.gpu or found()
+            self.reasons = throttled() if self.gpu else ()
+            self._asked_at = math.inf
+            self._answered.set()
+            if self.gpu is None:
+                return
+            if self._warned:
+                self._warned = False
+                log.info("NVML answers again: %d x %s", self.gpu.count, self.gpu.kind)
+            time.sleep(LOOK_S)
+            self._asked_at = time.monotonic()
 
 
 def found() -> Gpu | None:

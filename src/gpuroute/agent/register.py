@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from gpuroute.agent.watch import Watch
-    from gpuroute.core.endpoint import Endpoint
+    from gpuroute.core.endpoint import Endpoint, Gpu
 
 log = logging.getLogger("gpuroute.agent")
 
@@ -95,6 +95,12 @@ class Life:
         if labels != dict(self.endpoint.labels):
             log.info("%s: label %s is now %r", self.endpoint.id, name, text)
             self._write(replace(self.endpoint, labels=labels))
+
+    def equip(self, gpu: Gpu | None) -> None:
+        """The GPUs of this machine are known by now. What the record says of them itself stays."""
+        if gpu is not None and not self.endpoint.gpu.kind:
+            self._write(replace(self.endpoint, gpu=gpu))
+            self.watch.desk.equipped(gpu.kind)
 
     def _started_at(self) -> float:
         """When this engine was first seen, or seen to be another process: so who missed its `warming` learns of its cold

@@ -24,6 +24,7 @@ from gpuroute.engines.catalog import engine_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from gpuroute.agent.gpus import Eyes
     from gpuroute.agent.grpc_server import Listening
     from gpuroute.agent.kv_feed import Source
     from gpuroute.agent.register import Registered
@@ -35,8 +36,8 @@ EVERYWHERE = ("0.0.0.0", "::")
 KV_TOKENS = 400_000
 """Of an engine that does not say how much its KV cache holds."""
 
-GPUS_S = 10.0
-"""How often the GPUs are looked at."""
+GPUS_S = 1.0
+"""How often it is read what is known of the GPUs."""
 
 DROPS_S, DROPS_AGAIN_S = 5.0, 60.0
 """How often the log says what was dropped: soon, and of each reason no more than that often."""
@@ -55,8 +56,8 @@ class Engine:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """What one agent does. `engine`: a dialect, or "auto"; `keys`: secrets, the present one first; hosts and ports to
-    listen on (0: any). `agent_host`: where clients reach us, if not where we listen. `throttled`: says, maybe slowly, why
-    the GPUs here are slower than their kind; None: nobody knows. Seconds and tokens as named."""
+    listen on (0: any). `agent_host`: where clients reach us, if not where we listen. `eyes`: what is known of the GPUs
+    here; None: nothing will be. Seconds and tokens as named."""
 
     engines: Sequence[Engine]
     engine: str = "auto"
@@ -72,7 +73,7 @@ class Options:
     hung_after: float = HUNG_AFTER_S
     kv_tokens: int = 0
     dram_tokens: int = 0
-    throttled: Callable[[], Sequence[str]] | None = None
+    eyes: Eyes | None = None
 
 
 class Agent:
@@ -119,7 +120,7 @@ class Agent:
             tasks = [loop.create_task(self._attend(index, address)) for index in range(len(self.desks))]
             tasks += [loop.create_task(_followed(desk.feed)) for desk in self.desks if desk.feed is not None]
             tasks += [loop.create_task(_told_of_drops(self.answers))]
-            tasks += [loop.create_task(self._label(options.throttled))] if options.throttled is not None else []
+            tasks += [loop.create_task(self._equip(options.eyes))] if options.eyes is not None else []
             port = await status.listen(*options.status)
             self._say({"agent": address, "status": f"http://{netloc(options.status[0], port)}"})
             await _first(self._stop, tasks)
@@ -165,13 +166,14 @@ class Agent:
         self.lives.append(life)
         await asyncio.gather(watch.run(), life.run())
 
-    async def _label(self, throttled: Callable[[], Sequence[str]]) -> None:
-        """Keep the label `throttled` of all records as it is now."""
+    async def _equip(self, eyes: Eyes) -> None:
+        """Keep the GPUs of all records, and their label `throttled`, as they are known by now."""
         while True:
             await asyncio.sleep(GPUS_S)
-            reasons = ",".join(await asyncio.to_thread(throttled))
+            eyes.check()
             for life in self.lives:
-                life.label("throttled", reasons)
+                life.equip(eyes.gpu)
+                life.label("throttled", ",".join(eyes.reasons))
 
     def _desk(self, engine: Engine) -> Desk:
         options, endpoint = self._options, engine.endpoint

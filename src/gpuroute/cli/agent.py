@@ -64,7 +64,9 @@ def run(args: argparse.Namespace) -> int:
     digest = _digest(args, settings, keys) if args.digest else None
     if digest is not None and not args.url:
         return asyncio.run(_collect(digest))
-    engines = list(_engines(args))
+    seen = gpus.Eyes(gpus.LIMIT_S)
+    eyes = seen if seen.wait() else None
+    engines = list(_engines(args, eyes))
     options = Options(
         engines=engines,
         engine=_engine(args.engine),
@@ -80,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
         hung_after=args.hung_after,
         kv_tokens=args.kv_tokens,
         dram_tokens=args.dram_tokens,
-        throttled=gpus.throttled if gpus.found() is not None else None,
+        eyes=eyes,
     )
     register = _registrar(settings, args)
     if register is None:
@@ -171,7 +173,7 @@ def _registrar(settings: Settings, args: argparse.Namespace) -> Callable[[Endpoi
     return lambda endpoint: Registration(config, args.pool, endpoint, ttl=args.ttl, report=report)
 
 
-def _engines(args: argparse.Namespace) -> list[Engine]:
+def _engines(args: argparse.Namespace, eyes: gpus.Eyes | None = None) -> list[Engine]:
     urls = [checked_url(url) for url in args.url or ["http://127.0.0.1:8000"]]
     advertised, idents = args.advertise or urls, args.id or [default_id(url) for url in args.advertise or urls]
     if not len(urls) == len(advertised) == len(idents):
@@ -185,8 +187,7 @@ def _engines(args: argparse.Namespace) -> list[Engine]:
     record |= {name: value for name in TEXTS if (value := getattr(args, name)) is not None}
     record |= {"engine": engine_of(args.engine).name} if args.engine != "auto" else {}
     record |= {"gpu": over(record.get("gpu"), {"kind": args.gpu})} if args.gpu else {}
-    gpu = gpus.found()
-    throttled = ",".join(gpus.throttled())
+    gpu, throttled = (eyes.gpu, ",".join(eyes.reasons)) if eyes is not None else (None, "")
     made = []
     for url, public, ident, events in zip(urls, advertised, idents, _events(args, len(urls)), strict=True):
         endpoint = parse_endpoint({**record, "url": public}, id=ident, key=f"{args.pool}/{ident}")
