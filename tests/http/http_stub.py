@@ -149,7 +149,7 @@ class Stub:
         return f"{'https' if self.tls else 'http'}://127.0.0.1:{self.port}"
 
     def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(10)
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(60)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -157,20 +157,21 @@ class Stub:
         self._tasks.add(task)
         self.connections += 1
         self.open += 1
-        number = self.connections
+        number, idle = self.connections, None
         try:
             while not writer.is_closing():
-                async with asyncio.timeout(self.idle):
+                async with asyncio.timeout(idle):  # a first request may be long in coming: it is on its way
                     came = await _read(reader, number)
+                idle = self.idle
                 self.came.append(came)
                 await self.behave(Exchange(self, came, reader, writer))
                 await writer.drain()
         except (asyncio.IncompleteReadError, ConnectionError, TimeoutError, asyncio.CancelledError):
             pass
         finally:
+            writer.close()
             self.open -= 1
             self._tasks.discard(task)
-            writer.close()
 
 
 async def _read(reader: asyncio.StreamReader, number: int) -> Came:
@@ -217,5 +218,5 @@ class Stage:
         for stub in self._stubs:
             stub.stop()
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(10)
+        self._thread.join(60)
         self.loop.close()

@@ -263,7 +263,7 @@ def test_kill_switch_and_rollout_go_to_the_fallback(stubs: Stage, caller: Make) 
 def test_calls_outside_the_rollout_do_not_wait_for_the_registry(stubs: Stage, caller: Make) -> None:
     a, old = stubs("a", "old")
     registry = FakeRegistry()  # silent until it is told a fleet
-    client = caller(gpuroute.Router(registry, rollout="50%", fallback_url=old.url, ready_timeout="50ms"))
+    client = caller(gpuroute.Router(registry, rollout="50%", fallback_url=old.url, ready_timeout="50ms", watchdog=False))
     for _ in range(2):
         assert client.post("http://llama/v1/x").json()["endpoint"] == "old"
         with pytest.raises(gpuroute.RegistryUnavailable):  # the other half is the router's
@@ -277,7 +277,7 @@ def test_calls_outside_the_rollout_do_not_wait_for_the_registry(stubs: Stage, ca
 def test_the_kill_switch_leaves_passthrough_calls_alone(stubs: Stage, caller: Make) -> None:
     a, old, foreign = stubs("a", "old", "foreign")
     registry = FakeRegistry()
-    client = caller(gpuroute.Router(registry, disabled=True, fallback_url=old.url), passthrough=True)
+    client = caller(gpuroute.Router(registry, disabled=True, fallback_url=old.url, watchdog=False), passthrough=True)
     for known in (False, True):  # before and after the first view of the fleet
         if known:
             registry.set({"llama": [endpoint(a)]})

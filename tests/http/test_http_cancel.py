@@ -192,7 +192,7 @@ def test_r10_nothing_is_sent_after_a_cancellation(stubs: Stage, kind: str) -> No
             task.cancel()
             with Stopwatch() as watch, pytest.raises(asyncio.CancelledError):
                 await task
-            assert watch.seconds < 1
+            assert watch.seconds < 5
             await asyncio.sleep(0.05)
             a.behave = b.behave = status(500)  # now it sleeps between attempts
             task = asyncio.create_task(one_call(client))
@@ -217,7 +217,7 @@ def _slow_backoff(router: Router) -> Any:
 
     rules = router.pool("llama").rules
     router.pool("llama").shared.random = lambda: 1.0
-    return replace(rules, retry=replace(rules.retry, base=5.0, cap=5.0))
+    return replace(rules, retry=replace(rules.retry, base=60.0, cap=60.0))
 
 
 class Interrupts:
@@ -310,7 +310,7 @@ def test_l1_threads_that_share_a_client(stubs: Stage, kind: str) -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(100)
         assert unexpected == []
         assert residue(router, client._transport) == CLEAN
 

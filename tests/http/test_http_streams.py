@@ -136,7 +136,7 @@ def test_h1_early_exits_leak_no_connection(stubs: Stage, caller: Make, eventuall
     a.behave = sse(*["x"] * 50, pause=0.005)
     client = caller([a])
     limits = client.library.Limits(max_connections=2, max_keepalive_connections=2)
-    client = caller(client.router, limits=limits, timeout=5.0)
+    client = caller(client.router, limits=limits)
     for _ in range(6):  # break, and close
         response = client.open()
         next(iter(client.chunks(response)))
@@ -180,24 +180,24 @@ def test_limits_make_calls_wait_for_a_connection(stubs: Stage, caller: Make) -> 
 
     a.behave = slow
     client = caller([a])
-    client = caller(client.router, limits=client.library.Limits(max_connections=2), timeout=5.0)
+    client = caller(client.router, limits=client.library.Limits(max_connections=2, keepalive_expiry=60.0))
     assert [answer.status_code for answer in client.many(8)] == [200] * 8
     assert a.connections <= 2
-    a.behave = hang
-    short = caller(
-        client.router, limits=client.library.Limits(max_connections=1), timeout=client.library.Timeout(0.3, pool=0.05)
-    )
-    kinds = {type(answer).__name__ for answer in short.many(3)}
-    assert kinds == {"PoolTimeout", "ReadTimeout"}
-    none = caller(
-        client.router, limits=client.library.Limits(max_connections=0), timeout=client.library.Timeout(5.0, pool=0.05)
-    )
+    a.behave = sse("x", then=hang)
+    soon = client.library.Timeout(60.0, pool=0.05)
+    one = caller(client.router, limits=client.library.Limits(max_connections=1), timeout=soon)
+    held = one.open()
+    assert {type(answer).__name__ for answer in one.many(3)} == {"PoolTimeout"}
+    one.close_response(held)
+    a.behave = status(200)
+    assert one.post().status_code == 200, "the place is free again"
+    none = caller(client.router, limits=client.library.Limits(max_connections=0), timeout=soon)
     assert {type(answer).__name__ for answer in none.many(2)} == {"PoolTimeout"}, "0 is a limit, too"
 
 
 def test_a_slow_reader_slows_its_server(stubs: Stage, caller: Make) -> None:
     (a,) = stubs("a")
-    size = 8 * 1024 * 1024
+    size = 24 * 1024 * 1024  # more than all that the system may keep on its way
     written = 0
 
     async def flood(exchange: Exchange) -> None:
@@ -209,7 +209,7 @@ def test_a_slow_reader_slows_its_server(stubs: Stage, caller: Make) -> None:
         exchange.end()
 
     a.behave = flood
-    client = caller([a], timeout=10.0)
+    client = caller([a])
     response = client.open()
     if client.is_async:
         client.run(asyncio.sleep(0.2))

@@ -172,12 +172,12 @@ def gpus() -> Iterator[list[GpuServer]]:
 
 
 @pytest.fixture
-def fleet(gpus: list[GpuServer]) -> Iterator[gpuroute.Router]:
+def fleet(gpus: list[GpuServer], eventually: Any) -> Iterator[gpuroute.Router]:
     for gpu in gpus:
         gpu.resume()
     router = router_for([Endpoint(f"gpu-{n}", gpu.url) for n, gpu in enumerate(gpus)])
     yield router
-    assert in_flight(router) == 0
+    eventually(lambda: in_flight(router) == 0, "nothing is in flight")
     router.close()
 
 
