@@ -127,25 +127,25 @@ def test_b7_names_that_callers_invent_leave_no_state(stubs: Stage) -> None:
 
 def test_h8_servers_that_end_connections_after_so_many_requests_cost_no_call(gpus: Gpus) -> None:
     """Over HTTP/1.1, which is what endpoints are spoken to in; for gRPC see case G4."""
-    servers = gpus(2, keepalive_requests=20, time_scale=0.0)
+    servers = gpus(2, keepalive_requests=3, time_scale=0.0)
     router = router_for(vllm(servers), "llama")
-    limits = library.Limits(max_connections=10)
+    limits = library.Limits(max_connections=2)
 
     async def scenario() -> list[int]:
         async with httpx2.AsyncClient(router, limits=limits, timeout=60.0) as client:
 
             async def caller() -> list[int]:
-                return [(await client.post(TEXT, json=ask(1, stream=False))).status_code for _ in range(8)]
+                return [(await client.post(TEXT, json=ask(1, stream=False))).status_code for _ in range(6)]
 
-            return [code for codes in await asyncio.gather(*(caller() for _ in range(50))) for code in codes]
+            return [code for codes in await asyncio.gather(*(caller() for _ in range(10))) for code in codes]
 
     with router:
-        assert asyncio.run(scenario()) == [200] * 400
+        assert asyncio.run(scenario()) == [200] * 60
         states = router.pool("llama").snapshot.states
         assert [(state.failed, state.breaker.failures) for state in states] == [(0, 0)] * 2
-        assert sum(state.served for state in states) == 400
+        assert sum(state.served for state in states) == 60
         connections = {request.connection for server in servers for request in server.requests}
-        assert len(connections) >= 20  # they did end
+        assert len(connections) >= 60 / 3, "at most four at a time: they did end"
 
 
 # ---------------------------------------------------------------------------------------- X5: one hangs
