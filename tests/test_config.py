@@ -184,7 +184,8 @@ def test_durations(text: str, seconds: float) -> None:
 def test_c2_misspelt_names_are_warned_about(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "gpuroute"):
         Settings.from_env({"GPUROUTE_POLCY": "p2c", "GPUROUTE_QQQQQQQQ": "1", "OTHER": "x"})
-    assert [record.getMessage() for record in caplog.records] == [
+    # Threads of other tests may log as well.
+    assert [text for text in caplog.messages if "unknown variable" in text] == [
         "unknown variable GPUROUTE_POLCY (did you mean GPUROUTE_POLICY?)",
         "unknown variable GPUROUTE_QQQQQQQQ",
     ]
