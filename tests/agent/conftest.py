@@ -10,6 +10,12 @@ if TYPE_CHECKING:
 PATIENCE_S = 40.0
 
 
+@pytest.fixture(autouse=True)
+def patient_relays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asks over gRPC are given up, and late bids no longer listened to, when no busy machine is the reason."""
+    monkeypatch.setattr("gpuroute.transports.ask_lines.LATE_S", 60.0)
+
+
 @pytest.fixture
 def eventually(eventually: Callable[..., None]) -> Callable[..., None]:
     """The shared one, with more patience: these tests start processes, on machines that may be busy."""

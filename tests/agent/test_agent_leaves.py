@@ -35,7 +35,7 @@ def test_etcd_restarts_and_a_second_signal_comes_while_it_drains(
     with EtcdCluster(tmp_path_factory.mktemp("etcd")) as etcd, GpuServer(time_scale=1.0) as server:
         place = f"{etcd.url}/{uuid.uuid4().hex}"
         eyes = Eyes(place)
-        options = ["--registry", place, "--pool", "p", "--warmup", "0", "--id", "gpu-0", "--ttl", "20"]
+        options = ["--registry", place, "--pool", "p", "--warmup", "0", "--id", "gpu-0", "--ttl", "20", "--drain", "100s"]
         with AgentProcess("--url", server.url, *options) as agent:
             eventually(lambda: eyes.state("gpu-0") == "ready", "the engine is ready")
             with httpx2.stream("POST", f"{server.url}/v1/completions", json=STREAM, timeout=90) as response:

@@ -262,7 +262,7 @@ def test_answering_is_quick_enough() -> None:
 
 
 def _seconds(bench: Bench, asks: list[bytes]) -> float:
-    started = time.process_time()
+    started = time.thread_time()
     for data in asks:
         bench.say(data)
-    return time.process_time() - started
+    return time.thread_time() - started

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import grpc
 import pytest
 from agent.stage import KEY, AgentThread, desks
-from ports import own_port
+from ports import closed_udp_port
 
 import gpuroute.grpc
 import gpuroute.grpc.aio
@@ -44,7 +44,7 @@ def server_url() -> Iterator[str]:
 
 def router_for(agent: AgentThread, url: str, **settings: object) -> Router:
     endpoints = [replace(endpoint, protocol="grpc") for endpoint in agent.endpoints(url)]
-    given = {"asks": "on", "agent_key": KEY, "ask_timeout": "2s", **settings}
+    given = {"asks": "on", "agent_key": KEY, "ask_timeout": "60s", **settings}
     return Router(endpoints={"p": endpoints}, **given)
 
 
@@ -81,14 +81,16 @@ def test_async_calls_ask(server_url: str, eventually: Callable[..., None]) -> No
         eventually(lambda: told(agent) == (2, 2), "both calls have asked, taken and told")
 
 
-def test_the_busy_one_is_avoided_and_silence_does_not_hurt(server_url: str) -> None:
+def test_the_busy_one_is_avoided_and_silence_does_not_hurt(server_url: str, eventually: Callable[..., None]) -> None:
     with AgentThread(desks(2)) as agent:
         router = router_for(agent, server_url)
+        asker_of(router).round_trip = 60.0  # so the last answer is waited for
         agent.desks[0].sampled(agent.desks[0].book.sample._replace(queued_tokens=500_000))
         with gpuroute.grpc.channel(router, "p", prompt=prompt) as channel:
             for _ in range(5):
                 channel.unary_unary("/x/one")(b"hello", timeout=60)
+        eventually(lambda: told(agent) == (5, 5), "all have taken and told")
         assert agent.desks[0].takes == 0
-    agent.port = own_port()
+    agent.port = closed_udp_port()
     with gpuroute.grpc.channel(router_for(agent, server_url, ask_timeout="5ms"), "p") as channel:
         assert channel.unary_unary("/x/one")(b"hello", timeout=60) == b"hello"

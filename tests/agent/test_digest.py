@@ -277,9 +277,9 @@ def test_agents_are_collected_over_both_transports(eventually: Callable[..., Non
             assert entries(it.digest)["gpu-1"] == Entry(0, 3, 2, -1, 250, 1), "requests that nobody announced: no tokens"
             assert entries(it.digest)["gpu-2"].state == EngineState.DRAINING
             assert (len(it.collector.targets), it.collector.without) == (6, 1)
-            page = it.ask("/metrics").text.splitlines()
-            assert {"gpuroute_digest_agents 6", "gpuroute_digest_silent 1", "gpuroute_digest_without_agent 1"} <= {*page}
-            assert it.ask("/healthz").text == "ok\n"
+            rows = {"gpuroute_digest_agents 6", "gpuroute_digest_silent 1", "gpuroute_digest_without_agent 1"}
+            eventually(lambda: rows <= {*it.ask("/metrics").text.splitlines()}, "all but one are heard in one round")
+            eventually(lambda: it.ask("/healthz").text == "ok\n", "a round is over")
 
 
 def test_who_does_not_answer_becomes_silent_and_who_leaves_is_gone(eventually: Callable[..., None]) -> None:
@@ -416,8 +416,8 @@ def test_deltas_unchanged_compressed_and_bad_questions(eventually: Callable[...,
         for query in ("of=frozen&since=-1", "of=frozen&since=x", "since=%b2", "of=other&since=1", "a=b&of"):
             assert it.ask(f"/digest?{query}").json()["since"] == 0
         assert it.ask("/else").status_code == 404
-        assert httpx2.post(it.url + "/digest", content=b"x", trust_env=False).status_code == 400
-        with httpx2.Client(trust_env=False) as client:
+        assert httpx2.post(it.url + "/digest", content=b"x", timeout=60, trust_env=False).status_code == 400
+        with httpx2.Client(timeout=60, trust_env=False) as client:
             ports = {client.get(it.url + "/digest").extensions["network_stream"].get_extra_info("client_addr")
                      for _ in range(5)}  # fmt: skip
         assert len(ports) == 1, "connections are kept"
@@ -459,9 +459,12 @@ class Reader:
 
 def test_ages_are_never_younger_than_the_truth(eventually: Callable[..., None]) -> None:
     with AgentThread(desks(1)) as agent, Collected(fleet_of(agent.endpoints())) as it, Reader(it.url) as reader:
-        eventually(lambda: len(reader.heard) >= 2, "it is read")
-        first, last = (reader.heard[index]["p"]["gpu-0"] for index in (0, -1))
-        assert first.at < last.at <= it.digest.as_of + 0.002
+
+        def times() -> list[float]:
+            return [heard["p"]["gpu-0"].at for heard in reader.heard if "gpu-0" in heard.get("p", {})]
+
+        eventually(lambda: max(times(), default=0.0) > min(times(), default=0.0), "it is read, and read again")
+        assert max(times()) <= it.digest.as_of + 0.002
 
 
 def test_a_spare_takes_over_at_once_and_trouble_is_said(
@@ -471,7 +474,7 @@ def test_a_spare_takes_over_at_once_and_trouble_is_said(
     with AgentThread(desks(1)) as agent:
         with Collected(fleet_of(agent.endpoints())) as it, Reader(nobody, it.url) as reader:
             eventually(lambda: reader.heard, "the spare is read")
-            assert (reader.watch.url, reader.watch.error) == (it.url, None)
+            eventually(lambda: (reader.watch.url, reader.watch.error) == (it.url, None), "and is kept to")
         with Reader(nobody, nobody) as reader:
             eventually(lambda: reader.watch.error, "the trouble is known")
         assert "calls go on without" in caplog.text
@@ -482,9 +485,8 @@ def test_a_digest_of_another_key_is_not_believed(secret: bytes, eventually: Call
     with AgentThread(desks(1)) as agent, Collected(fleet_of(agent.endpoints())) as it:
         eventually(lambda: entries(it.digest), "it is collected")
         with Reader(it.url, secret=secret) as reader:
-            eventually(lambda: reader.watch.error, "it is refused")
+            eventually(lambda: "401" in str(reader.watch.error), "it is refused")
             assert reader.heard == []
-            assert "401" in str(reader.watch.error)
     with Collected(secret=b"") as unsigned, Reader(unsigned.url) as reader:
         eventually(lambda: unsigned.digest.version and "not authentic" in str(reader.watch.error), "nor an unsigned one")
         assert reader.heard == []
@@ -508,7 +510,7 @@ def test_whatever_is_served_instead_is_trouble_and_never_a_crash(answer: bytes, 
                     connection, _ = listener.accept()
                 except TimeoutError:
                     continue
-                with connection:
+                with connection, suppress(OSError):
                     connection.recv(4_096)
                     connection.sendall(answer)
 
@@ -558,26 +560,32 @@ def test_a_router_learns_from_it_without_asking(eventually: Callable[..., None])
                 return [view.report.source if view.report else "" for view in views]
 
             eventually(lambda: sources() == ["digest:READY"] * 2, "both are reported")
+
+            def all_is_well() -> bool:
+                view = router.snapshot()
+                return view.pools["p"].reporting == 1.0 and view.digest_error is None
+
+            eventually(all_is_well, "their reports are fresh")
             view = router.snapshot()
-            assert view.pools["p"].reporting == 1.0
-            assert view.digest_error is None
             report = view.pools["p"].endpoints[0].report
             assert report is not None
             assert (report.running, report.waiting) == (9, 8)
-            picks = []
-            for _ in range(10):
+
+            def pick() -> str:
                 call = router.call("p", tokens=1_000)
                 attempt = call.next_attempt(router.clock())
-                picks.append(attempt.endpoint.id)
                 call.close(router.clock())
-            assert picks == ["gpu-1"] * 10, "nobody goes where a queue is reported"
+                return attempt.endpoint.id
+
+            eventually(lambda: {pick() for _ in range(60)} == {"gpu-1"}, "nobody goes where a queue is reported")
 
 
 def test_the_reading_ends_with_the_router(eventually: Callable[..., None]) -> None:
-    def readers() -> int:
-        return sum(thread.name == "gpuroute-digest" for thread in threading.enumerate())
+    others = set(threading.enumerate())  # of other tests, perhaps
 
-    eventually(lambda: readers() == 0, "those of other tests have ended")
+    def readers() -> int:
+        return sum(thread.name == "gpuroute-digest" for thread in set(threading.enumerate()) - others)
+
     with Collected() as it:
         router = Router(endpoints=["http://127.0.0.1:1"], digest=it.url, agent_key=KEY)
         assert readers() == 0, "nothing starts in the constructor"
@@ -600,11 +608,15 @@ def test_a_forked_child_reads_for_itself(eventually: Callable[..., None]) -> Non
         eventually(lambda: router._digest is not None and router._digest.rounds, "the parent reads")
         child = os.fork()
         if child == 0:
-            fresh, deadline = router._digest is None, time.monotonic() + 60
-            router.start()
-            while router._digest is not None and not router._digest.rounds and time.monotonic() < deadline:
-                time.sleep(0.02)
-            os._exit(0 if fresh and router._digest is not None and router._digest.rounds else 1)
+            ok = False
+            try:
+                fresh, deadline = router._digest is None, time.monotonic() + 60
+                router.start()
+                while router._digest is not None and not router._digest.rounds and time.monotonic() < deadline:
+                    time.sleep(0.02)
+                ok = fresh and router._digest is not None and router._digest.rounds > 0
+            finally:
+                os._exit(0 if ok else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
@@ -646,14 +658,16 @@ def test_the_command_collects_what_real_agents_say(
                 with httpx2.stream("POST", f"{server.url}/v1/completions", json=body, timeout=90) as response:
                     chunks = response.iter_raw()
                     next(chunks)
+                    server.hang()  # until it has been seen
                     eventually(lambda: running() == 1, "the call is seen")
+                    server.resume()
                 eventually(lambda: running() == 0, "and its end")
             with urllib.request.urlopen(f"{url}/healthz", timeout=60) as answer:
                 assert answer.read() == b"ok\n"
             with pytest.raises(urllib.error.HTTPError, match="401"):
                 urllib.request.urlopen(f"{url}/digest", timeout=60)
             digest.terminate()
-            assert digest.process.wait(40) == 0
+            assert digest.process.wait(90) == 0
 
 
 class Clients:
@@ -744,7 +758,7 @@ def test_one_process_can_do_both(
         assert set(agent.lines) == {"agent", "status", "digest"}
         eventually(lambda: agent.state() == "ready", "the engine is ready")
         agent.terminate()
-        assert agent.process.wait(40) == 0
+        assert agent.process.wait(90) == 0
 
 
 @pytest.mark.parametrize(

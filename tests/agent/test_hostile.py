@@ -240,8 +240,8 @@ SOURCES = {"udp": "127.0.0.1", "grpc": "ipv4:127.0.0.1"}
 
 
 def test_what_was_recorded_on_one_transport_is_a_replay_on_the_other() -> None:
-    take = encode_take(TakeBody(4_000, 5_000), 5, now_ms(), 0, 0, KEY)
     with GrpcAgent(desks(1), (KEY,)) as agent, grpc.insecure_channel(f"127.0.0.1:{agent.port}") as channel:
+        take = encode_take(TakeBody(4_000, 5_000), 5, now_ms(), 0, 0, KEY)
         agent.answers.answer(take, "10.0.0.9", time.monotonic(), now_ms())
         channel.unary_unary(GRPC_METHOD)(take, timeout=60)
         assert (agent.desks[0].takes, agent.answers.dropped["replayed"]) == (1, 1)

@@ -343,6 +343,12 @@ def test_an_address_that_cannot_be_is_said_and_not_fatal(caplog: pytest.LogCaptu
 # ------------------------------------------------------------------------------------------ over real sockets
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who replays may be held up by a busy machine."""
+    monkeypatch.setattr(kv_feed, "REPLAY_S", 60.0)
+
+
 class Publisher:
     """What vLLM does: numbered messages on PUB, and on ROUTER those of the past. `topics`: newer versions repeat it."""
 
@@ -360,7 +366,7 @@ class Publisher:
         self._thread = threading.Thread(target=self._serve)
 
     def wait_for_subscriber(self) -> None:
-        assert self._pub.poll(20_000), "nobody subscribes"
+        assert self._pub.poll(60_000), "nobody subscribes"
         self._pub.recv()
 
     def publish(self, *events: object, lose: bool = False) -> None:
@@ -421,8 +427,8 @@ def test_missed_events_are_had_again(topics: bool, tmp_path: Path, eventually: C
             publisher.publish(stored(4), lose=True)
             publisher.publish(removed(0), lose=True)
             publisher.publish(stored(5))
-            eventually(lambda: feed.batches == 7, "the gap is filled")
-            assert (len(feed.blocks), feed.replayed, feed.lost) == (5, 5, 0)
+            eventually(lambda: (feed.batches, len(feed.blocks)) == (7, 5), "the gap is filled")
+            assert (feed.replayed, feed.lost) == (5, 0)
             assert feed.state is FeedState.FOLLOWING
 
 
@@ -490,5 +496,5 @@ def test_the_command_follows_events_and_says_when_it_does_not(tmp_path: Path, ev
             assert 'gpuroute_agent_kv_events_followed{endpoint="gpu-0"} 0' in agent.page("/metrics").splitlines()
             assert agent.page("/healthz") == "ok\ngpu-0: KV cache events: gap\n"
             agent.terminate()
-            _, err = agent.process.communicate(timeout=40)
+            _, err = agent.process.communicate(timeout=90)
             assert "1 messages are lost; prefixes are counted from takes" in err

@@ -41,9 +41,9 @@ def test_agents_over_ipv6(options: tuple[str, ...], scheme: str, eventually: Cal
         eventually(lambda: agent.state() == "ready", "its pages are served")
         assert agent.lines["agent"].startswith(f"{scheme}://[::1]:")
         assert agent.lines["status"].startswith("http://[::1]:")
-        assert httpx2.get(f"{agent.lines['status']}/healthz").text == "ok\n"
+        assert httpx2.get(f"{agent.lines['status']}/healthz", timeout=60).text == "ok\n"
         endpoints = [Endpoint(f"gpu-{n}", server.url, agent=agent.lines["agent"]) for n in range(2)]
-        router, asker = router_of(endpoints, agent_key=KEY, ask_timeout="5s")
+        router, asker = router_of(endpoints, agent_key=KEY, ask_timeout="60s")
         assert set(asker.ask(call_of(router)).bids) == {"gpu-0"}
         router.close()
         with Collected(fleet_of(endpoints[:1]), secret=KEY.encode()) as it:
