@@ -260,6 +260,23 @@ def test_many_silent_servers_keep_no_check_waiting(
             over.set()
 
 
+def test_checks_begin_once_there_are_threads_again(stubs: Stage, eventually: Callable[..., None]) -> None:
+    (server,) = stubs("gpu-0")
+    checker = health.Checker()
+    with router_for(vllm([server]), "llama", health_checks=True, health_interval="50ms") as router:
+        router.ready()
+        pool = router.pool("llama")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(threading.Thread, "start", no_thread)
+            checker.watch(router, pool, WAY)
+        checker.watch(router, pool, WAY)
+        eventually(lambda: server.came, "it is asked")
+
+
+def no_thread(_: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
 def test_the_request_of_a_check_knows_prefix_engine_and_credentials() -> None:
     endpoint = Endpoint("a", "http://h:1/gw/v1", engine="triton", model="resnet", headers={"authorization": "Bearer s"})
     assert health._request(endpoint, "/gw/v1", "h:1").split(b"\r\n")[:3] == [

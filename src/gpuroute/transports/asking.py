@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import threading
 import weakref
 from collections import deque
@@ -235,3 +236,13 @@ def asker_of(router: Router) -> Asker | None:
             asker = _ASKERS[router] = Asker(router.settings, router.clock)
             router.on_fork(asker.after_fork)
         return asker
+
+
+def _renew_lock() -> None:
+    """In a forked child: who held it may have been another thread of the parent."""
+    global _lock  # noqa: PLW0603  (the module is its only user)
+    _lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_lock)

@@ -31,15 +31,24 @@ class Aside:
 
     def ask(self, flight: Flight, asker: Asker) -> None:
         """Ask for a call, and launch it when the wait is over."""
-        self.run(_ask(flight, asker))
+        try:
+            self.run(_ask(flight, asker))
+        except RuntimeError:
+            flight.launch(first=True)
 
     def run(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run this in the loop."""
+        """Run this in the loop. RuntimeError if there can be no thread for it; the next one tries again."""
         with self._lock:
+            if self._loop is None:
+                loop = asyncio.new_event_loop()
+                try:
+                    threading.Thread(target=loop.run_forever, name="gpuroute-grpc-aside", daemon=True).start()
+                except RuntimeError:
+                    loop.close()
+                    work.close()
+                    raise
+                self._loop = loop
             loop = self._loop
-            if loop is None:
-                loop = self._loop = asyncio.new_event_loop()
-                threading.Thread(target=loop.run_forever, name="gpuroute-grpc-aside", daemon=True).start()
         loop.call_soon_threadsafe(self._begin, work)
 
     def after_fork(self) -> None:

@@ -13,6 +13,7 @@ import logging
 import math
 import threading
 import time
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -104,7 +105,8 @@ class Flight:
             after = self.rpc.hedge_after
         inner.add_done_callback(self.settle)
         if after < math.inf:
-            self._later(after, partial(self._hedge, inner))
+            with suppress(RuntimeError):  # no more threads: it goes on alone
+                self._later(after, partial(self._hedge, inner))
 
     def _later(self, seconds: float, action: Callable[[], None]) -> None:
         self._timer = threading.Timer(seconds, action)
@@ -118,17 +120,18 @@ class Flight:
             peer = rpc.next()
             if peer is not None:
                 return self._start(peer, rpc)
+            rpc.hub.asleep.add(self)
+            self._later(0.0 if rpc.hub.closed else rpc.wait, self.launch)
         except (NoEndpointAvailable, DeadlineExceeded) as error:
             return rpc.cause if isinstance(error, NoEndpointAvailable) and rpc.cause else ended(error)
         except ClosedUnder as error:
             return error
         except Exception as error:
+            rpc.hub.asleep.discard(self)
             rpc.cancelled()
             if first:
                 raise
             return EndedCall(StatusCode.INTERNAL, f"the attempt could not begin: {error}")
-        rpc.hub.asleep.add(self)
-        self._later(0.0 if rpc.hub.closed else rpc.wait, self.launch)
         return None
 
     @staticmethod

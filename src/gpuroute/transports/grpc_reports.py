@@ -54,7 +54,10 @@ class Reports:
         """Learn what this endpoint reports from now on. Idempotent."""
         if endpoint.id not in self._followed:
             self._followed.add(endpoint.id)
-            ASIDE.run(self._follow(endpoint))
+            try:
+                ASIDE.run(self._follow(endpoint))
+            except RuntimeError:  # no more threads: the next channel to it tries again
+                self._followed.discard(endpoint.id)
 
     def after_fork(self) -> None:
         """The parent's streams are not the child's."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -34,8 +35,10 @@ class StreamWatch:
         with self._lock:
             self._flights.add(flight)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="gpuroute-grpc-watch", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="gpuroute-grpc-watch", daemon=True)
+                with suppress(RuntimeError):  # no more threads: the next stream tries again
+                    thread.start()
+                    self._thread = thread
 
     def after_fork(self) -> None:
         """The parent's thread is not the child's."""

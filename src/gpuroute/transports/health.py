@@ -65,8 +65,9 @@ class Checker:
             self._routers.add(router)
             self._ways[pool] = way
             if not self._running:
-                self._running = True
-                threading.Thread(target=self._main, name="gpuroute-health", daemon=True).start()
+                with contextlib.suppress(RuntimeError):  # no more threads: the next call tries again
+                    threading.Thread(target=self._main, name="gpuroute-health", daemon=True).start()
+                    self._running = True
 
     def _main(self) -> None:
         with contextlib.suppress(RuntimeError):  # the interpreter is ending

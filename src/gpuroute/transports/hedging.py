@@ -67,7 +67,10 @@ def race_threads(first: Trip, run: Callable[[Trip], Any], second: Callable[[Trip
     """The same for a thread: each attempt runs in one of its own, and the caller's thread waits."""
     ended: queue.SimpleQueue[tuple[Trip, Any, BaseException | None]] = queue.SimpleQueue()
     live, again = {first}, False
-    _begin(first, run, ended)
+    try:
+        _begin(first, run, ended)
+    except RuntimeError:  # no more threads: this one will do
+        return run(first)
     timeout = patience_left(first)
     try:
         while True:
@@ -77,7 +80,11 @@ def race_threads(first: Trip, run: Callable[[Trip], Any], second: Callable[[Trip
                 timeout = None
                 if (other := second(first)) is not None:
                     live.add(other)
-                    _begin(other, run, ended)
+                    try:
+                        _begin(other, run, ended)
+                    except RuntimeError:
+                        live.discard(other)
+                        other.lose()
                 continue
             live.discard(trip)
             again = again or trip.again
