@@ -719,7 +719,9 @@ def test_a_subset_is_what_the_pool_consists_of() -> None:
 
 
 def test_health_checks_and_asks_see_the_subset_only() -> None:
+    from gpuroute.httpx2 import LIBRARY
     from gpuroute.transports.health import Checker
+    from gpuroute.transports.pools import Way
 
     registry = SeatingRegistry({"llm": named(*FLEET, agent="udp://127.0.0.1:9")})
     with make(registry, subset=20, policy="auto") as router:
@@ -727,6 +729,7 @@ def test_health_checks_and_asks_see_the_subset_only() -> None:
         registry.sit(Seat(7, 40))
         checker = Checker()
         checker._routers.add(router)
+        checker._ways[router.pool("llm")] = Way(LIBRARY)
         mine = set(subset(FLEET, 7, 20))
         assert {state.id for *_, state in checker._endpoints()} == mine
         picker = router.pool("llm").snapshot.picker

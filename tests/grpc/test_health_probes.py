@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
+from checks import checked
 from world import Endpoint
 
 from gpuroute.core.wire import Message, encode
 from gpuroute.grpc.health import ask, engine_healthy
-from gpuroute.transports.health import _grpc_blocking
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -63,7 +63,7 @@ def answering(known: dict[str, Any]) -> Iterator[tuple[Answers, Callable[..., bo
     server.start()
 
     def check(engine: str, **fields: Any) -> bool:
-        return _grpc_blocking(Endpoint("a", f"grpc://127.0.0.1:{port}", engine=engine, model="llama", **fields), 60.0)
+        return checked(Endpoint("a", f"grpc://127.0.0.1:{port}", engine=engine, model="llama", **fields))
 
     try:
         yield answers, check

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
+from checks import checked
 from peers import Peer, mlserver, triton
 from world import Endpoint, drained, router_of
 
@@ -19,7 +20,6 @@ import gpuroute.grpc
 import gpuroute.grpc.aio
 import gpuroute.triton
 from gpuroute.grpc import health
-from gpuroute.transports.health import _grpc_blocking
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -217,13 +217,13 @@ def test_the_asyncio_http_client(servers: list[Peer]) -> None:
 
 def test_probes(servers: list[Peer]) -> None:
     with gpuroute.grpc.channel(router_to(servers), "p") as channel:
-        assert health.ask(channel, health.triton_ready())
-        assert health.ask(channel, health.triton_ready("echo"))
+        assert health.ask(channel, health.triton_ready(), timeout=60)
+        assert health.ask(channel, health.triton_ready("echo"), timeout=60)
         with pytest.raises(grpc.RpcError) as error:
-            health.ask(channel, health.serving())  # it does not implement grpc.health.v1
+            health.ask(channel, health.serving(), timeout=60)  # it does not implement grpc.health.v1
         assert error.value.code() is grpc.StatusCode.UNIMPLEMENTED
     for model, well in (("echo", True), ("nothing", False)):  # as active health checks ask it
-        assert _grpc_blocking(Endpoint("a", servers[0].url, engine="mlserver", model=model), 60.0) is well
+        assert checked(Endpoint("a", servers[0].url, engine="mlserver", model=model)) is well
 
 
 # ------------------------------------------------------------------------------------------ Triton
