@@ -18,7 +18,7 @@ from ports import own_ports
 MLSERVER = os.environ.get("GPUROUTE_TEST_MLSERVER", "")
 TRITON = os.environ.get("GPUROUTE_TEST_TRITON", "")
 HERE = Path(__file__).parent
-PATIENCE_S = 60
+PATIENCE_S = 100
 
 
 class Peer:

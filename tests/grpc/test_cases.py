@@ -111,7 +111,7 @@ def test_g4_an_idle_connection_that_was_dropped_in_silence_costs_no_call(
     router = router_of(relay.url, breaker_failures=3, watchdog=False)
     assert twice(router, relay, "unavailable") == b"s0"
     assert relay.swallowed, "the call was not sent into the void"
-    assert len(opened) == 2, "the repetition may have met the dead connection, which grpcio keeps until a write has ended"
+    assert len(opened) >= 2, "the repetition may have met the dead connection, which grpcio keeps until a write has ended"
     assert server.service.received >= 2
     pool = router.snapshot().pools["p"]
     (view,) = pool.endpoints
@@ -205,7 +205,7 @@ class Holding:
 
     def stop(self) -> None:
         self.release.set()
-        self._server.stop(None).wait(10)
+        self._server.stop(None).wait(60)
         self._http.shutdown()
         self._http.server_close()
 

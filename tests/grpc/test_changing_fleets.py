@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from world import PATIENT, Endpoint, Server, drained, method, router_of, servers
+from world import PATIENT, Endpoint, Server, drained, method, router_of, servers, soon
 
 import gpuroute
 import gpuroute.grpc
@@ -109,7 +109,7 @@ def test_a_fleet_that_changes_under_calls_costs_none_and_leaves_nothing() -> Non
         assert all(answers)
         gc.collect()
         assert drained(router)
-        assert not [token for peer in channel._peers for token in peer.live]
+        assert soon(lambda: not [token for peer in channel._peers for token in peer.live])
         channel.close()
         router.close()
 

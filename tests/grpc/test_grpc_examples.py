@@ -25,7 +25,7 @@ def test_an_example_runs(name: str) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "error", f"{name}.py"],
         cwd=EXAMPLES,
-        env={**os.environ, "GRPC_VERBOSITY": "ERROR"},
+        env={**os.environ, "GRPC_VERBOSITY": "ERROR", "GPUROUTE_CONNECT_TIMEOUT": "20s", "GPUROUTE_WATCHDOG": "false"},
         capture_output=True,
         text=True,
         timeout=110,

@@ -95,11 +95,11 @@ def test_a_cancelled_call_frees_the_engine(faces: Any, eventually: Any) -> None:
 def test_readiness(faces: Any) -> None:
     server, face = faces[0]
     with grpc.insecure_channel(face.url.replace("grpc://", "ipv4:")) as channel:
-        assert health.ask(channel, health.triton_ready("llama"))
-        assert health.ask(channel, health.serving())
+        assert health.ask(channel, health.triton_ready("llama"), timeout=60)
+        assert health.ask(channel, health.serving(), timeout=60)
         server.health(503)
-        assert not health.ask(channel, health.triton_ready())
-        assert not health.ask(channel, health.serving())
+        assert not health.ask(channel, health.triton_ready(), timeout=60)
+        assert not health.ask(channel, health.serving(), timeout=60)
 
 
 def test_a_face_that_is_closed_costs_no_call_and_comes_back(faces: Any) -> None:
@@ -124,14 +124,19 @@ def test_load_is_seen_over_grpc_as_over_http(faces: Any, eventually: Any) -> Non
     router = router_to(faces, policy="least_request")
     with gpuroute.grpc.channel(router, "p") as channel:
         call = channel.unary_unary(INFER)
-        threads = [threading.Thread(target=lambda: call(request("x"), timeout=30)) for _ in range(8)]
-        for thread in threads:
-            thread.start()
+        threads: list[threading.Thread] = []
         stuck = faces[0][0]
+
+        def one_more_is_stuck() -> bool:  # the other one may be quick enough to get each of the first
+            threads.append(threading.Thread(target=lambda: call(request("x"), timeout=110)))
+            threads[-1].start()
+            return len(threads) >= 8 and stuck.state()["live"] > 0
+
+        eventually(one_more_is_stuck, "the one that hangs has got a call")
         eventually(lambda: 0 < stuck.state()["live"] == sum(t.is_alive() for t in threads), "the rest is answered")
         before = faces[1][0].state()["received"]
         for n in range(8):
-            call(request(f"short {n}"), timeout=30)
+            call(request(f"short {n}"), timeout=90)
         assert faces[1][0].state()["received"] >= before + 7
         faces[0][0].resume()
         for thread in threads:

@@ -39,10 +39,10 @@ def check(target: str, probe: health.Probe) -> bool:
 
     async def asked() -> bool:
         async with grpc.aio.insecure_channel(target) as channel:
-            return await health.aask(channel, probe)
+            return await health.aask(channel, probe, timeout=60)
 
     with grpc.insecure_channel(target) as channel:
-        found = health.ask(channel, probe)
+        found = health.ask(channel, probe, timeout=60)
     assert asyncio.run(asked()) is found
     return found
 

@@ -134,7 +134,7 @@ def test_large_tensors_cost_nothing() -> None:
         (7, b"\0" * 20_000_000),
         (7, raw_text(b"x" * 500_000)),
     )
-    fastest = min(_seconds(request) for _ in range(5))
+    fastest = min(_seconds(request) for _ in range(30))
     assert fastest < 0.002, "the tensors were copied"
     prompt = read_message(INFER, request)
     assert prompt is not None

@@ -42,7 +42,8 @@ def received(running: list[Server]) -> int:
 
 
 def router_to(running: list[Server], **settings: Any) -> gpuroute.Router:
-    return router_of(*(server.url for server in running), watchdog=True, retry_floor="100000/s", **settings)
+    settings = {"watchdog": True, "retry_floor": "100000/s"} | settings
+    return router_of(*(server.url for server in running), **settings)
 
 
 def held_until(monkeypatch: pytest.MonkeyPatch, acted: Any) -> None:
@@ -193,7 +194,7 @@ def test_in_asyncio_too_what_comes_late_is_told_once(three: list[Server], how: s
 
 def racing(three: list[Server]) -> gpuroute.Router:
     """Every call may be hedged, but no timer fires: the tests are the timers."""
-    router = router_to(three, hedge=True)
+    router = router_to(three, hedge=True, watchdog=False)
     router.ready()
     pool = router.pool("p")
     pool.rules = replace(pool.rules, hedge=replace(pool.rules.hedge, hedge_share=1.0, min_delay_s=1000.0))

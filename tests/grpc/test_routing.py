@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -197,7 +198,7 @@ def test_a_timeout_spans_all_attempts(manner: Manner, two: list[Server]) -> None
         server.service.fail_next = [CODE.UNAVAILABLE] * 8
     with Stopwatch() as watch, pytest.raises(grpc.RpcError) as error:
         manner.call(router, "Slow", b"", timeout=0.6)
-    assert watch.seconds < 3
+    assert watch.seconds < 10
     # Eight attempts at two servers would take 1.2 s; what ends it is the deadline, or the word of who asks for longer.
     assert error.value.code() in {CODE.DEADLINE_EXCEEDED, CODE.UNAVAILABLE}
     assert received(two) < 8
@@ -207,19 +208,29 @@ def test_a_timeout_spans_all_attempts(manner: Manner, two: list[Server]) -> None
         manner.call(router_of(*urls(two)), "Slow", b"", timeout=0.4)
     assert error.value.code() is CODE.DEADLINE_EXCEEDED
     assert watch.wall >= 0.39
-    assert watch.seconds < 3
+    assert watch.seconds < 10
     assert drained(router)
 
 
+def with_timeout(seconds: float, server: Server) -> gpuroute.Router:
+    """Of the pool itself; connecting has more time, which its settings would not allow."""
+    router = router_of(server.url)
+    router.ready()
+    pool = router.pool("p")
+    pool.rules = replace(pool.rules, timeout=seconds)
+    return router
+
+
 def test_the_pools_own_timeout_holds_for_unary_calls(manner: Manner, two: list[Server]) -> None:
+    router = with_timeout(0.2, two[0])
     with pytest.raises(grpc.RpcError) as error:
-        manner.call(router_of(two[0].url, timeout=0.2, connect_timeout=0.2), "Slow", b"")
+        manner.call(router, "Slow", b"")
     assert error.value.code() is CODE.DEADLINE_EXCEEDED
 
 
 @pytest.mark.parametrize("name", ["blocking", "asyncio"])
 def test_the_pools_own_timeout_does_not_cut_streams(name: str, two: list[Server]) -> None:
-    router = router_of(two[0].url, timeout=0.5, connect_timeout=0.5)
+    router = with_timeout(0.5, two[0])
     threading.Timer(1.0, two[0].service.release.set).start()
     assert Manner(name).stream(router, "Count", b"2 wait") == ([b"0", b"1"], None)
 
@@ -267,7 +278,7 @@ def test_a_cancelled_call_makes_no_further_attempt() -> None:
                 server.service.received, server.service.fail_next = 0, [CODE.UNAVAILABLE]
                 call = channel.unary_unary(method("Echo")).future(b"x", timeout=90)
                 assert soon(lambda: server.service.received and not in_flight(router))
-                return bool(call.cancel())
+                return bool(call.cancel()) and server.service.received == 1
 
             call: Any = None
             assert any(cancelled() for _ in range(10))
@@ -306,7 +317,7 @@ def test_g5_waiting_for_ready_does_not_hide_a_live_endpoint(manner: Manner, two:
 
 def test_g5_waiting_for_ready_names_its_cause_in_the_end(manner: Manner) -> None:
     said = ""
-    for timeout in (0.6, 2.4, 9.6):  # a busy machine may need longer until the first connect has failed
+    for timeout in (0.6, 2.4, 9.6, 38.4):  # a busy machine may need longer until the first connect has failed
         with pytest.raises(grpc.RpcError) as error:
             manner.call(router_of(refused_url()), "Who", b"", wait_for_ready=True, timeout=timeout)
         assert error.value.code() in {CODE.DEADLINE_EXCEEDED, CODE.UNAVAILABLE}
@@ -425,7 +436,7 @@ def test_load_reports_in_trailers_are_learned(manner: Manner, trailer: tuple[str
         router = router_of(server.url)
         manner.call(router, "Echo", b"")
         (state,) = router.pool("p").snapshot.states
-        assert state.report is not None
+        assert soon(lambda: state.report is not None)
         assert (state.report.waiting, state.report.source) == (5, "orca")
 
 
@@ -439,9 +450,8 @@ def test_load_reports_out_of_band_are_followed_if_asked_for(name: str) -> None:
         (state,) = followed.pool("p").snapshot.states
         assert state.report is not None
         assert state.report.waiting == 5
-        assert server.service.followed == [
-            b"\n\x07\x08\x00\x10\x80\xc2\xd7/"
-        ]  # 0.1 s, and the first channel asked for none
+        every = b"\n\x07\x08\x00\x10\x80\xc2\xd7/"  # 0.1 s, and the first channel asked for none
+        assert set(server.service.followed) == {every}
         assert router.pool("p").snapshot.states[0].report is None
         assert soon(lambda: not server.service.following), "the stream outlives its channel"
 
@@ -732,7 +742,7 @@ def test_a_view_that_does_not_come_is_unavailable(manner: Manner) -> None:
 def test_a_view_that_comes_late_is_waited_for(manner: Manner, two: list[Server]) -> None:
     registry = FakeRegistry()
     threading.Timer(0.2, lambda: registry.set({"p": [two[0].url]})).start()
-    assert manner.call(gpuroute.Router(registry, **PATIENT), "Who", b"", timeout=30) == b"s0"
+    assert manner.call(gpuroute.Router(registry, ready_timeout="60s", **PATIENT), "Who", b"", timeout=90) == b"s0"
 
 
 def test_a_url_that_grpc_cannot_use_is_left_for_another(manner: Manner, two: list[Server]) -> None:
@@ -754,7 +764,7 @@ def test_the_kill_switch_and_the_rollout_leave_calls_unrouted(how: str, manner: 
 def test_calls_outside_the_rollout_do_not_wait_for_the_registry(manner: Manner, two: list[Server]) -> None:
     url = two[1].url.replace("grpc:", "http:")
     registry = FakeRegistry()
-    router = gpuroute.Router(registry, rollout="50%", fallback_url=url, ready_timeout="50ms")
+    router = gpuroute.Router(registry, rollout="50%", fallback_url=url, ready_timeout="50ms", **PATIENT)
     for _ in range(2):
         assert manner.call(router, "Who", b"") == b"s1"
         with pytest.raises(grpc.RpcError):  # the other half is the router's

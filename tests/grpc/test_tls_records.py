@@ -121,7 +121,7 @@ def test_nor_is_it_gone_over_http(authority: Authority) -> None:
             endpoint = Endpoint("a", server.url.replace("grpc:", "https:"), tls=tls)
             router = gpuroute.Router(FakeRegistry({"p": [endpoint]}), **PATIENT)
             with (
-                httpx2.Client(router=router, pool="p") as client,
+                httpx2.Client(router=router, pool="p", timeout=60.0) as client,
                 pytest.raises((library.ConnectError, gpuroute.ConfigError)),
             ):
                 client.get("https://p/")

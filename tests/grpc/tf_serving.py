@@ -140,7 +140,7 @@ class Served:
         return response
 
     def stop(self) -> None:
-        self._server.stop(None).wait(10)
+        self._server.stop(None).wait(60)
 
 
 def answered_by(response: Any) -> bytes:

@@ -7,7 +7,7 @@ import struct
 import threading
 import time
 from concurrent import futures
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -56,6 +56,10 @@ class Service:
         while context.is_active() and not self.release.wait(0.02):
             pass
 
+    def _tell_of_its_end(self, context: grpc.ServicerContext) -> None:
+        if not context.add_callback(self.cancelled.set):  # it has ended before it came here
+            self.cancelled.set()
+
     def _enter(self, context: grpc.ServicerContext) -> None:
         self.received += 1
         self.heard()
@@ -65,7 +69,7 @@ class Service:
         if self.fail_next:
             context.abort(self.fail_next.pop(0), "told to fail")
         if self.hang:
-            context.add_callback(self.cancelled.set)
+            self._tell_of_its_end(context)
             self._wait(context)
             if self.released_code is not None:
                 context.abort(self.released_code, "released to fail")
@@ -92,7 +96,7 @@ class Service:
         raise ValueError("a bug in the application")
 
     def slow(self, request: bytes, context: grpc.ServicerContext) -> bytes:
-        context.add_callback(self.cancelled.set)
+        self._tell_of_its_end(context)
         self._enter(context)
         self._wait(context)
         return request
@@ -102,7 +106,7 @@ class Service:
         return b"x" * int(request)
 
     def count(self, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
-        context.add_callback(self.cancelled.set)
+        self._tell_of_its_end(context)
         self._enter(context)
         context.send_initial_metadata((("initial", "one"),))
         number, _, then = request.decode().partition(" ")
@@ -123,7 +127,7 @@ class Service:
         context.abort(grpc.StatusCode.FAILED_PRECONDITION, "reads nothing")
 
     def chat(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-        context.add_callback(self.cancelled.set)
+        self._tell_of_its_end(context)
         self._enter(context)
         context.send_initial_metadata((("initial", "one"),))
         for request in requests:
@@ -181,7 +185,7 @@ class Server:
 
     def stop(self, grace: float | None = None) -> None:
         self.service.release.set()
-        self._server.stop(grace).wait(10)
+        self._server.stop(grace).wait(60)
 
 
 @contextmanager
@@ -231,6 +235,18 @@ def soon(condition: Callable[[], Any], within: float = PATIENCE_S) -> bool:
             return False
         time.sleep(0.005)
     return True
+
+
+def undisturbed(scenario: Callable[[], bool], tries: int = 5) -> bool:
+    """True once the machine lets a scenario run that has limits of time of its own; False if it never does.
+
+    A scenario returns False, or raises what a call ends with, if something came too late for what it wants to see.
+    """
+    for _ in range(tries):
+        with suppress(grpc.RpcError):
+            if scenario():
+                return True
+    return False
 
 
 def drained(router: gpuroute.Router) -> bool:
