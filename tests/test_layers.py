@@ -36,6 +36,7 @@ PART_OF = {
     "routed": "router",
     "pools": "router",
     "rollout": "router",
+    "bounded": "config",
     "forms": "config",
     "__main__": "cli",
 } | dict.fromkeys(("__init__", "httpx", "httpx2", "grpc", "triton", "wrapping"), "public")

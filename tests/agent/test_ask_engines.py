@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 import time
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -16,6 +18,7 @@ from agent.stage import AgentThread, call_of, desks, router_of
 from ports import closed_udp_port
 
 from gpuroute.agent.desk import Desk
+from gpuroute.core.asking import Kind
 from gpuroute.core.endpoint import Endpoint
 from gpuroute.core.trust import alarm
 from gpuroute.transports import ask_engines
@@ -78,6 +81,33 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Engine]]:
     for engine in made:
         engine.shutdown()
         engine.server_close()
+
+
+@pytest.mark.parametrize("head", [b"HTTP/1.1 200 OK\r\nContent-Length: 9999\r\n\r\n", b"HTTP/1.1 "])
+def test_who_drips_does_not_keep_the_threads(head: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three of them, where two threads ask for all calls: each byte came in time, and so they were read for hours."""
+    monkeypatch.setattr(ask_engines, "TIMEOUT_S", 0.3)
+    met, stop = threading.Semaphore(0), threading.Event()
+
+    def drip(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection, suppress(OSError):
+            met.release()
+            connection.recv(4_096)
+            connection.sendall(head)
+            while not stop.wait(0.1):
+                connection.sendall(b"0")
+
+    asked = ask_engines.Engines(b"")
+    with ExitStack() as listeners:
+        for name in "abc":
+            listener = listeners.enter_context(socket.create_server(("127.0.0.1", 0)))
+            threading.Thread(target=drip, args=(listener,), daemon=True).start()
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            asked.say(bytes([0, 0, 0, Kind.ASK]), f"{name} sglang {url}", lambda bid: None)
+        for _ in "abc":
+            assert met.acquire(timeout=60)
+        stop.set()
 
 
 @pytest.mark.parametrize("how", ["sync", "async"])

@@ -525,7 +525,10 @@ def test_whatever_is_served_instead_is_trouble_and_never_a_crash(answer: bytes, 
             thread.join()
 
 
-def test_who_drips_is_left_for_the_spare(eventually: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("head", [b"HTTP/1.1 200 OK\r\nGpuroute-Age: 1\r\nContent-Length: 9999\r\n\r\n", b"HTTP/1.1 "])
+def test_who_drips_is_left_for_the_spare(
+    head: bytes, eventually: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(reading, "READ_S", 0.3)
     stop = threading.Event()
 
@@ -533,7 +536,7 @@ def test_who_drips_is_left_for_the_spare(eventually: Callable[..., None], monkey
         connection, _ = listener.accept()
         with connection, suppress(OSError):
             connection.recv(4_096)
-            connection.sendall(b"HTTP/1.1 200 OK\r\nGpuroute-Age: 1\r\nContent-Length: 9999\r\n\r\n")
+            connection.sendall(head)
             while not stop.wait(0.05):
                 connection.sendall(b"x")
 

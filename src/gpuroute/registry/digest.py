@@ -20,6 +20,7 @@ from io import BytesIO
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from gpuroute.bounded import get
 from gpuroute.core.asking import Garbled
 from gpuroute.core.digest import AGE_HEADER, AUTH_HEADER, PATH, TAG_HEADER, View, mac_of, tag_of
 
@@ -32,7 +33,7 @@ log = logging.getLogger("gpuroute")
 
 INTERVAL_S = 0.5
 TIMEOUT_S = 2.0
-READ_S = 5.0  # for a whole body: who drips would else be waited for, and never be in trouble
+READ_S = 5.0  # for a whole answer: who drips would else be waited for, and never be in trouble
 MAX_WAIT_S = 5.0
 MAX_BODY = 16 * 1024 * 1024
 CHUNK = 65_536
@@ -126,9 +127,8 @@ class DigestWatch:
             headers[AUTH_HEADER] = f"{sent_ms} {nonce} {mac_of(self._secret, sent_ms, nonce)}"
         connection = self._connection or self._connect()
         path = urlsplit(self.url).path.rstrip("/") + PATH
-        connection.request("GET", f"{path}?of={view.id}&since={view.version}", headers=headers)
-        answer = connection.getresponse()
-        body = _read(answer, time.monotonic() + READ_S)
+        answer = get(connection, f"{path}?of={view.id}&since={view.version}", headers, within=READ_S)
+        body = _read(answer)
         if answer.status not in {200, 304} or len(body) > MAX_BODY:
             said = body[:100].decode("latin-1").strip() if len(body) <= MAX_BODY else "too long"
             raise Garbled(f"status {answer.status}: {said!r}")
@@ -162,14 +162,12 @@ class DigestWatch:
             connection.close()
 
 
-def _read(answer: http.client.HTTPResponse, until: float) -> bytes:
+def _read(answer: http.client.HTTPResponse) -> bytes:
     """The body, or as much of it as shows that it is too long."""
     parts, size = [], 0
     while size <= MAX_BODY and (part := answer.read1(CHUNK)):
         parts.append(part)
         size += len(part)
-        if time.monotonic() > until:
-            raise TimeoutError(f"the answer took longer than {READ_S:g} s")
     if size <= MAX_BODY:
         answer.read()  # nothing more, but it lets the connection go on
     return b"".join(parts)

@@ -16,6 +16,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
 
+from gpuroute.bounded import get
 from gpuroute.core.asking import BidBody, EngineState, Kind, decode_ask, encode_bid, identity_of, open_message
 from gpuroute.engines.catalog import engine_of
 from gpuroute.engines.metrics import read_metrics
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 FRESH_S = 0.1
 REST_S = 60.0
 UNUSED_S = 120.0  # what nobody asked for so long is forgotten: engines come and go for months
-TIMEOUT_S = 0.5
+TIMEOUT_S = 0.5  # for each piece of an answer
+WAITS = 4  # so many times as long for all of it: two that drip would else keep both threads
 WORKERS = 2
 MAX_BODY = 512 * 1024
 
@@ -157,8 +159,8 @@ def _look(target: str, connections: Kept) -> LoadReport | None:
         # Without a port http.client would look for one in the host, and find it in an IPv6 address.
         connection = kept or http.client.HTTPConnection(parts.hostname or "", parts.port or 80, timeout=TIMEOUT_S)
         try:
-            connection.request("GET", parts.path.rstrip("/") + (metrics[0] if metrics else engine.load))
-            answer = connection.getresponse()
+            path = parts.path.rstrip("/") + (metrics[0] if metrics else engine.load)
+            answer = get(connection, path, {}, within=WAITS * TIMEOUT_S)
             body = answer.read(MAX_BODY)
         except (OSError, http.client.HTTPException):
             connection.close()
