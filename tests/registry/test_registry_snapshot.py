@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import os
 import stat
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
-from registry.watching import eventually, running
+from registry.watching import Watcher, eventually, running
 
 from gpuroute.core.fleet import Fleet
 from gpuroute.errors import InvalidRecord
 from gpuroute.registry import snapshot
+from gpuroute.registry.etcd import EtcdRegistry
 from gpuroute.registry.view import View
 
 pytestmark = pytest.mark.real_time
@@ -106,6 +109,7 @@ def test_a_failed_save_leaves_the_old_snapshot_and_no_rubbish(tmp_path: Path, mo
 SAVER = """
 import sys
 from pathlib import Path
+from typing import Any
 sys.path.insert(0, sys.argv[2])
 from registry.test_registry_snapshot import SOURCE, pools, snapshot
 many = pools(200)
@@ -144,12 +148,40 @@ def test_that_it_cannot_be_written_is_said_once(tmp_path: Path, caplog: pytest.L
     keeper = snapshot.Keeper(place / "fleet.json", "etcd://h1")
     for number in range(4):
         keeper.keep(Fleet(pools(1)), number * 10.0)
+        keeper.wait(60.0)
     assert len([line for line in caplog.messages if "cannot be written" in line]) == 1
     place.unlink()
     keeper.keep(Fleet(pools(1)), 50.0)
+    keeper.wait(60.0)
     assert (place / "fleet.json").exists()
     (place / "fleet.json").unlink()
     place.rmdir()
     place.write_text("no directory again")
     keeper.keep(Fleet(pools(1)), 60.0)
+    keeper.wait(60.0)
     assert len([line for line in caplog.messages if "cannot be written" in line]) == 2
+
+
+def test_a_disk_that_hangs_holds_up_nothing(config, writer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is a second save begun beside it: each would be one more thread that waits."""
+    begun, over, save = [], threading.Event(), snapshot.save
+
+    def hang(*what: Any, **how: Any) -> None:
+        begun.append(1)
+        over.wait(60)
+        save(*what, **how)
+
+    monkeypatch.setattr(snapshot, "save", hang)
+    monkeypatch.setattr(snapshot, "SAVE_INTERVAL_S", 0.2)
+    path = tmp_path / "fleet.json"
+    writer.put("a")
+    with Watcher(EtcdRegistry(config, snapshot_path=str(path), grace=0.0)) as watcher:
+        watcher.until_ids("a")
+        eventually(lambda: begun, "a save")
+        writer.put("b")
+        watcher.until_ids("a", "b")
+        writer.put("c")
+        watcher.until_ids("a", "b", "c")
+        assert begun == [1]
+        over.set()
+        eventually(lambda: path.exists() and "http://c:8000" in path.read_text(), "the newest is saved after all")

@@ -130,6 +130,7 @@ class EtcdSubscription:
                 pause = REFUSED_PAUSE_S
             self._stop.wait(pause * self._config.random())
         self._client.close()
+        self._keeper.wait(1.0)
 
     def _list(self) -> int:
         revision, found = self._client.list(self._prefix)

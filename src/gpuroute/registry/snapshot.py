@@ -13,6 +13,7 @@ import os
 import stat
 import threading
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from gpuroute.errors import InvalidRecord
@@ -39,7 +40,8 @@ class Snapshot(NamedTuple):
 
 
 class Keeper:
-    """Keeps the last good fleet of one registry on disk; without a path it does nothing. One thread."""
+    """Keeps the last good fleet of one registry on disk; without a path it does nothing. One thread, beside which another
+    one writes: a disk that hangs, as of a lost file server, must not keep the news of the fleet from its calls."""
 
     def __init__(self, path: Path | None, source: str) -> None:
         self._path = path
@@ -47,6 +49,7 @@ class Keeper:
         self._saved: Fleet | None = None
         self._saved_at = -math.inf
         self._trouble = ""
+        self._writer: threading.Thread | None = None
 
     def load(self) -> Snapshot | None:
         """What was kept, by this process or an earlier one. Raises as `load` does; None without a path."""
@@ -59,12 +62,24 @@ class Keeper:
         return self._saved_at + (SAVE_AGAIN_S if fleet is self._saved else SAVE_INTERVAL_S)
 
     def keep(self, fleet: Fleet, now: float) -> None:
-        """Save the fleet if that is due; never raises OSError."""
+        """Begin to save the fleet if that is due and the last one is saved."""
         if now < self.due(fleet) or self._path is None:
             return
-        self._saved, self._saved_at = fleet, now  # even if it fails: the next attempt comes with the next change
+        self._saved_at = now
+        if self._writer is None or not self._writer.is_alive():
+            writer = threading.Thread(target=self._save, args=(self._path, fleet), name="gpuroute-snapshot", daemon=True)
+            with suppress(RuntimeError):  # no more threads: the next time
+                writer.start()
+                self._saved, self._writer = fleet, writer  # even if it fails: the next attempt comes with the next change
+
+    def wait(self, timeout: float) -> None:
+        """Wait until what was begun is saved, at most for so many seconds."""
+        if self._writer is not None:
+            self._writer.join(timeout)
+
+    def _save(self, path: Path, fleet: Fleet) -> None:
         try:
-            save(self._path, fleet.pools, source=self._source, as_of=time.time())
+            save(path, fleet.pools, source=self._source, as_of=time.time())
             self._trouble = ""
         except OSError as error:
             before, self._trouble = self._trouble, str(error)
