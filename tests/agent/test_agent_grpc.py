@@ -10,7 +10,7 @@ import grpc
 import pytest
 import trustme
 from agent.process import AgentProcess
-from agent.stage import AgentThread, call_of, desks, met, router_of
+from agent.stage import AgentThread, call_of, desks, hear, met, router_of
 from ports import closed_udp_port
 
 from gpuroute.agent.answers import Answers
@@ -106,7 +106,7 @@ def test_both_transports_serve_one_call(eventually: Callable[..., None]) -> None
         (line,) = asker._lines
 
         def all_here() -> bool:
-            line.drain()
+            hear(line)
             return set(asking.bids) == {"gpu-0", "gpu-1"}
 
         eventually(all_here, "both have answered")

@@ -13,7 +13,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from agent.stage import KEY, AgentThread, call_of, desks, router_of
+from agent.stage import KEY, AgentThread, call_of, desks, hear, router_of
 from ports import closed_udp_port
 from stopwatch import Stopwatch
 
@@ -77,10 +77,8 @@ def _wait(condition: object, asker: Asker, how: str) -> None:
     deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
-        for line in asker._lines:
-            line.drain()
-        for line in asker._loops.values():
-            line.drain()
+        for line in (*asker._lines, *asker._loops.values()):
+            hear(line)
 
 
 @both

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     Receive = Callable[[int], tuple[bytes, Any]]
     Sender = Callable[[bytes, Any], object]
@@ -80,8 +80,6 @@ class Line:
         self.sockets: dict[int, socket.socket] = {}
         self.listeners: dict[bytes, Listener] = {}
         self._senders: dict[int, Sender] = {}
-        self._poll = select.poll()
-        self._by_fd: dict[int, socket.socket] = {}
         self._say = say
         self._inlet: socket.socket | None = None
 
@@ -127,30 +125,24 @@ class Line:
             with suppress(OSError):
                 inlet.send(data)
 
-    def drain(self, ready: Iterable[tuple[int, int]] = ()) -> None:
-        """Hand over what has arrived, at those sockets first. To poll costs a fifth of being told by an exception that
-        nothing is there."""
-        poll = self._poll.poll
+    def drain(self, receive: Receive, more: Callable[[int], Sequence[object]]) -> None:
+        """Hand over what has arrived at a socket. To poll costs a fifth of being told by an exception that nothing is
+        there."""
+        listeners, clock = self.listeners, time.monotonic
         heard: set[Listener] = set()
         for _ in range(BURST):
-            self._receive(ready or poll(0), heard)
-            ready = poll(0)
-            if not ready:
+            try:
+                data, source = receive(MAX_DATAGRAM)
+            except OSError:
+                data = b""  # a closed port somewhere, told by ICMP
+            listener = listeners.get(data[ID])
+            if listener is not None:
+                listener.unread.append((data, source, clock()))
+                heard.add(listener)
+            if not more(0):
                 break
         for listener in heard:
             listener.heard()
-
-    def _receive(self, ready: Iterable[tuple[int, int]], heard: set[Listener]) -> None:
-        """Take one datagram from each of these sockets; who is to be told of it is added to `heard`."""
-        for number, _ in ready:
-            try:
-                data, source = self._by_fd[number].recvfrom(MAX_DATAGRAM)
-            except OSError:
-                continue  # a closed port somewhere, told by ICMP
-            listener = self.listeners.get(data[ID])
-            if listener is not None:
-                listener.unread.append((data, source, time.monotonic()))
-                heard.add(listener)
 
     def _open(self, family: int) -> Sender:
         try:
@@ -162,8 +154,6 @@ class Line:
         except OSError:
             return _nowhere
         sock.setblocking(False)
-        self._by_fd[sock.fileno()] = sock
-        self._poll.register(sock, select.POLLIN)
         self._opened(sock)
         self.sockets[family] = sock
         sender = self._senders[family] = self._pass_on if family == RELAY else sock.sendto
@@ -180,9 +170,6 @@ class Line:
         """Close the sockets. Idempotent."""
         sockets = self.sockets
         self.abandon()
-        for number in self._by_fd:
-            self._poll.unregister(number)
-        self._by_fd.clear()
         for sock in sockets.values():
             sock.close()
         inlet, self._inlet = self._inlet, None
@@ -198,15 +185,19 @@ class ThreadLine(Line):
 
     def __init__(self, say: Say | None = None) -> None:
         super().__init__(say)
-        self._only: socket.socket | None = None  # if there is just one
+        self._poll = select.poll()
+        self._by_fd: dict[int, Receive] = {}
+        self._only: Receive | None = None  # if there is just one socket
 
     def _opened(self, sock: socket.socket) -> None:
+        self._by_fd[sock.fileno()] = sock.recvfrom
+        self._poll.register(sock, select.POLLIN)
         self._only = None
         with suppress(OSError):  # where there are no such timeouts, sockets are polled
             for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
                 sock.setsockopt(socket.SOL_SOCKET, option, TICK)
             sock.setblocking(True)
-            self._only = None if self.sockets else sock
+            self._only = None if self.sockets else sock.recvfrom
 
     def wait(self, listener: Listener) -> None:
         """Block for as long as the listener wants to; a tick of the system's clock longer if it is patient."""
@@ -214,26 +205,34 @@ class ThreadLine(Line):
         heard: set[Listener] = set()
         while (left := listener.step(clock())) > 0:
             if listener.patient and self._only is not None:
-                self._gather(self._only.recvfrom, listener, heard)
+                self._gather(self._only, listener.missing, listener, heard)
             else:
-                self._receive(poll(left * 1e3), heard)
+                for number, _ in poll(left * 1e3):
+                    self._gather(self._by_fd[number], 1, listener, heard)
         for other in heard:
             other.heard()
 
-    def _gather(self, receive: Receive, listener: Listener, heard: set[Listener]) -> None:
-        """Take as many datagrams as it misses, each of which comes within a tick: half the system calls of polling, and
-        none of its precise timers, which cost as much as a datagram in a virtual machine."""
+    def _gather(self, receive: Receive, count: int, listener: Listener, heard: set[Listener]) -> None:
+        """Take so many datagrams, each of which comes within a tick: half the system calls of polling, and none of its
+        precise timers, which cost as much as a datagram in a virtual machine. `heard`: who else got one."""
         clock, key, unread = time.monotonic, listener.key, listener.unread
-        for _ in range(listener.missing):
+        for _ in range(count):
             try:
                 data, source = receive(MAX_DATAGRAM)
-            except OSError:  # nothing came
+            except OSError:  # nothing came, or a closed port somewhere, told by ICMP
                 return
             if data[ID] == key:
                 unread.append((data, source, clock()))
             elif (other := self.listeners.get(data[ID])) is not None:
                 other.unread.append((data, source, clock()))
                 heard.add(other)
+
+    def close(self) -> None:
+        """Close the sockets. Idempotent."""
+        super().close()
+        for number in self._by_fd:
+            self._poll.unregister(number)
+        self._by_fd.clear()
 
 
 class LoopLine(Line):
@@ -244,7 +243,9 @@ class LoopLine(Line):
         self._loop = loop
 
     def _opened(self, sock: socket.socket) -> None:
-        self._loop.add_reader(sock, self.drain, ((sock.fileno(), select.POLLIN),))
+        more = select.poll()
+        more.register(sock, select.POLLIN)
+        self._loop.add_reader(sock, self.drain, sock.recvfrom, more.poll)
 
     async def wait(self, listener: Listener) -> None:
         """Wait for as long as the listener wants to."""
