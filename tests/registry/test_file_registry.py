@@ -46,7 +46,7 @@ def registry(path: Path, grace: float = 0.0) -> FileRegistry:
 def test_the_first_view_is_there_when_subscribe_returns(path: Path) -> None:
     with Watcher(registry(path)) as watcher:
         assert watcher.ids() == ["a", "b"]
-        assert watcher.subscription.age(time.time()) < 5
+        assert watcher.subscription.age(time.time()) < 60
 
 
 def test_edits_in_place_and_atomic_replacement(path: Path) -> None:
@@ -217,6 +217,6 @@ def test_close_stops_the_thread_and_further_deliveries(path: Path) -> None:
     assert [thread.name for thread in own_threads() - before] == ["gpuroute-file"]
     watcher.subscription.close()
     watcher.subscription.close()
-    assert own_threads() <= before
+    eventually(lambda: own_threads() <= before, "its thread to end")
     replace(path, document("c"))
     assert watcher.ids() == ["a", "b"]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from ports import own_port
-from registry.watching import Watcher, own_threads, running
+from registry.watching import Watcher, own_threads, patient, running
 
 from gpuroute.cli import main
 from gpuroute.registry.etcd import EtcdRegistry
@@ -19,7 +19,14 @@ from gpuroute.registry.etcd import EtcdRegistry
 if TYPE_CHECKING:
     from registry.watching import Writer
 
+    from gpuroute.registry.etcd_config import EtcdConfig
+
 pytestmark = pytest.mark.real_time
+
+
+@pytest.fixture
+def config(etcd_url: str) -> EtcdConfig:
+    return patient(etcd_url)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -40,7 +47,7 @@ def test_register_until_a_signal(config, writer: Writer, tmp_path, number: int) 
         assert endpoint.capacity.max_in_flight == 64
         assert endpoint.headers == {"x-key": "canary"}
         process.send_signal(number)
-        _, stderr = process.communicate(timeout=40)
+        _, stderr = process.communicate(timeout=90)
         assert process.returncode == 0
         watcher.until_ids()  # and not after the grace of 110 s
     assert stderr.splitlines()[0].startswith("registered ")
@@ -53,7 +60,7 @@ def test_register_says_when_etcd_cannot_be_reached_and_still_ends() -> None:
     with running("-m", "gpuroute", "register", "http://a", "--registry", f"etcd://127.0.0.1:{dead}") as process:
         assert "UNAVAILABLE" in process.stderr.readline()
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=40) == 0
+        assert process.wait(timeout=90) == 0
 
 
 @pytest.mark.parametrize(
@@ -114,7 +121,7 @@ def test_register_says_what_of_its_record_nobody_will_read(config, tmp_path) -> 
         (endpoint,) = watcher.until_ids("a:1").pools["llama"].endpoints
         assert (endpoint.gpu.kind, endpoint.labels) == ("H100", {})
         process.send_signal(signal.SIGTERM)
-        _, stderr = process.communicate(timeout=40)
+        _, stderr = process.communicate(timeout=90)
     first, second, *_ = stderr.splitlines()
     assert "record.json': nobody reads 'weigth' (did you mean weight?); accepted: id, url, " in first
     assert second.endswith("nobody reads 'cuont' (did you mean count?) in gpu")
@@ -150,7 +157,7 @@ def test_endpoints_as_text_and_json(config, writer: Writer, capsys) -> None:
     assert [item["takes_calls"] for item in fleet["pools"]["llama"]["endpoints"]] == [True, False, False]
     assert fleet["pools"]["llama"]["config"] == {"policy": "p2c", "salt": "***", "atempts": 2}
     assert fleet["pools"]["llama"]["endpoints"][0]["age_s"] > 1e9
-    assert 0 <= fleet["age_s"] < 5
+    assert 0 <= fleet["age_s"] < 60
     assert not fleet["stale"]
     assert len(fleet["problems"]) == 2
     assert "canary" not in out + captured.out + captured.err
@@ -161,10 +168,14 @@ def test_endpoints_of_an_empty_or_absent_registry(config, capsys, monkeypatch) -
     assert main(["endpoints"]) == 2
     assert "GPUROUTE_REGISTRY" in capsys.readouterr().err
     dead = own_port()
-    monkeypatch.setenv("GPUROUTE_READY_TIMEOUT", "2s")
     monkeypatch.setenv("GPUROUTE_REGISTRY", f"etcd://127.0.0.1:{dead}")
-    assert main(["endpoints"]) == 2
-    assert "no view of the fleet after 2 s: etcd 127.0.0.1:" in capsys.readouterr().err
+    for seconds in (2, 20):  # a busy machine may need some time to find out
+        monkeypatch.setenv("GPUROUTE_READY_TIMEOUT", f"{seconds}s")
+        assert main(["endpoints"]) == 2
+        said = capsys.readouterr().err
+        if "etcd 127.0.0.1:" in said:
+            break
+    assert f"no view of the fleet after {seconds} s: etcd 127.0.0.1:" in said
 
 
 def test_endpoints_reads_the_environment(capsys, monkeypatch) -> None:

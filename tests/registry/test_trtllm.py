@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from registry.watching import Watcher, Writer, ids, quick
+from registry.watching import Watcher, Writer, ids, patient, quick
 
 from gpuroute import Router
 from gpuroute.cli import main
@@ -141,7 +141,7 @@ def servers(place: str) -> Iterator[TrtllmServers]:
 @pytest.mark.real_time
 def test_servers_come_change_and_go(place: str, servers: TrtllmServers) -> None:
     servers.put("1", record(url="http://10.0.0.1:8000"))
-    with Watcher(EtcdReader(quick(place), grace=0.0)) as watcher:
+    with Watcher(EtcdReader(patient(place), grace=0.0)) as watcher:
         watcher.until_ids("1", pool=POOL)
         servers.put("2", record(url="http://10.0.0.2:8000", server_role="CONTEXT"))
         fleet = watcher.until_ids("1", "2", pool=POOL)

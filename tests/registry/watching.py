@@ -134,6 +134,11 @@ def quick(url: str, **options: Any) -> EtcdConfig:
     return EtcdConfig.from_url(url, **{**quick_options, **options})
 
 
+def patient(url: str) -> EtcdConfig:
+    """No heartbeat ends a watch because the machine is busy, and none comes to help: what is due has to be asked for."""
+    return quick(url, heartbeat=30.0, timeout=30.0)
+
+
 class Writer:
     """Puts endpoints into etcd the way an operator's script would, with no lease, and patiently."""
 
