@@ -28,17 +28,20 @@ class Homes:
         self._ring = kit.ring()
         self.ring: Ring | None = self._ring
         self._kit = kit
+        self._by_id = kit.by_id
+        self._deepest = kit.placements.deepest
         self._by_point = self._ring.laid_out(kit.by_id)
         self._miss = PowerOfTwo(kit)
         self._mean_share = 1.0 / max(1e-300, sum(state.endpoint.weight for state in kit.states))
 
     def pick(self, ask: Ask, tried: Container[EndpointState] = ()) -> EndpointState | None:
         key, owner = self._home(ask)
-        if key is None or not self._kit.states:
+        if key is None or not self._by_point:
             return self._miss.pick(ask, tried)
-        state = self._kit.by_id.get(owner) if owner else None
-        if state is not None and state not in tried and self._fits(state):
-            return state
+        if owner is not None:
+            state = self._by_id.get(owner)
+            if state is not None and state not in tried and ((not state.in_flight and state.limit) or self._fits(state)):
+                return state
         return self._walk(key, tried) or self._miss.pick(ask, tried)
 
     def consider(self, ask: Ask) -> Iterable[tuple[EndpointState, float, str]]:
@@ -57,7 +60,7 @@ class Homes:
         ladder = ask.ladder
         if not self.wants_ladder or not ladder:
             return None, None
-        return ladder[HOME_DEPTHS - 1 if len(ladder) > HOME_DEPTHS else -1], self._kit.placements.deepest(ladder)
+        return ladder[HOME_DEPTHS - 1 if len(ladder) > HOME_DEPTHS else -1], self._deepest(ladder)
 
     def _walk(self, key: int, tried: Container[EndpointState]) -> EndpointState | None:
         state, by_id = self._by_point[self._ring.place(key)], self._kit.by_id

@@ -33,12 +33,11 @@ class Placements:
 
     def remember(self, ladder: Sequence[int], owner: str) -> None:
         """The prompt with these hashes went to `owner`."""
-        young, old = self._young, self._old
-        alone = self._alone.setdefault(owner, (owner,))
+        young = self._young
         for key in ladder:
             owners = young.get(key)
             if owners is None:
-                young[key] = owners = old.get(key) or alone
+                young[key] = owners = self._old.get(key) or self._alone.setdefault(owner, (owner,))
             if owners[0] != owner:
                 young[key] = (owner, *[other for other in owners if other != owner][: OWNERS - 1])
         if len(young) > self.capacity:
@@ -48,7 +47,11 @@ class Placements:
 
     def deepest(self, ladder: Sequence[int]) -> str | None:
         """The endpoint that was last given the longest known prefix of this prompt."""
-        young, old = self._young, self._old
+        young = self._young
+        owners = young.get(ladder[-1])
+        if owners is not None:  # a prompt like an earlier one, as most are
+            return owners[0]
+        old = self._old
         for key in reversed(ladder):
             if owners := young.get(key) or old.get(key):
                 return owners[0]
