@@ -18,6 +18,7 @@ from gpuroute.testing import GpuProcess, GpuServer, resent_after_first_byte
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
 
 PATIENCE_S = 60.0
 BODY = {"prompt": "Once upon a time", "max_tokens": 4}
@@ -35,6 +36,12 @@ def get(process: GpuProcess, **options: Any) -> httpx2.Response:
 
 def post(process: GpuProcess, **options: Any) -> httpx2.Response:
     return httpx2.post(process.url + "/v1/completions", json=BODY, timeout=PATIENCE_S, **options)
+
+
+def streamed(process: GpuProcess) -> AbstractContextManager[httpx2.Response]:
+    """A minute's answer if the process is slow, as it is made here: whatever happens meanwhile happens to it."""
+    body = {**BODY, "max_tokens": 500, "stream": True}
+    return httpx2.stream("POST", process.url + "/v1/completions", json=body, timeout=PATIENCE_S)
 
 
 def gone(pid: int) -> bool:
@@ -70,9 +77,7 @@ def test_refuse_can_be_undone_although_nobody_can_connect(process: GpuProcess) -
 
 def test_kill_resets_connections(process: GpuProcess) -> None:
     process.slow(1000)
-    with httpx2.stream(
-        "POST", process.url + "/v1/completions", json={**BODY, "stream": True}, timeout=PATIENCE_S
-    ) as response:
+    with streamed(process) as response:
         process.kill()
         with pytest.raises(httpx2.TransportError):
             list(response.iter_lines())
@@ -86,17 +91,15 @@ def test_kill_resets_connections(process: GpuProcess) -> None:
 def test_frozen_then_thawed(process: GpuProcess) -> None:
     process.freeze()
     with pytest.raises(httpx2.ReadTimeout):
-        get(process, timeout=0.2)
+        get(process, timeout=httpx2.Timeout(PATIENCE_S, read=0.2))
     assert process.alive
     process.thaw()
     assert get(process).status_code == 200
 
 
 def test_sigterm_finishes_what_runs_and_exits(process: GpuProcess, eventually: Callable[..., None]) -> None:
-    process.slow(10_000)
-    with httpx2.stream(
-        "POST", process.url + "/v1/completions", json={**BODY, "stream": True}, timeout=PATIENCE_S
-    ) as response:
+    process.slow(1000)
+    with streamed(process) as response:
         eventually(lambda: process.state()["live"] == 1, "the request runs", PATIENCE_S)
         process.terminate()
         process.slow(1)
@@ -134,7 +137,7 @@ def test_a_start_that_fails_says_why(capfd: pytest.CaptureFixture[str]) -> None:
 )
 def test_the_module_says_how_it_is_used(arguments: list[str], code: int, said: str) -> None:
     command = [sys.executable, "-m", "gpuroute.testing", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, stdin=subprocess.DEVNULL)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False, stdin=subprocess.DEVNULL)
     assert done.returncode == code
     assert said in done.stdout + done.stderr
     assert "Traceback" not in done.stderr
