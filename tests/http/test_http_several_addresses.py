@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from http_caller import endpoint
+from ports import own_port
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -84,8 +85,7 @@ def test_an_address_of_a_family_that_is_not_here_is_passed_over(
 
 
 def test_no_address_that_answers_is_one_failure(two: Stub, caller: Make) -> None:
-    two.stop()
-    client = caller([endpoint(two, url=f"http://{NAME}:{two.port}")], settings={"attempts": 1})
+    client = caller([endpoint(two, url=f"http://{NAME}:{own_port()}")], settings={"attempts": 1})
     with pytest.raises(client.library.ConnectError):
         client.post()
 
