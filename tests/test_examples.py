@@ -34,6 +34,7 @@ CALLS = {
     "threads": 40,
     "prefork": 12,
 }
+PATIENT = {"GPUROUTE_CONNECT_TIMEOUT": "20s", "GPUROUTE_WATCHDOG": "false"}
 OVER_GRPC = {"grpc_stub", "grpc_aio", "triton_client"}  # run in tests/grpc/test_grpc_examples.py
 
 
@@ -44,7 +45,7 @@ def servers() -> Iterator[list[GpuServer]]:
 
 
 def run(name: str, registry: str | None) -> str:
-    environ = {**os.environ, **({"GPUROUTE_REGISTRY": registry} if registry else {})}
+    environ = {**os.environ, **PATIENT, **({"GPUROUTE_REGISTRY": registry} if registry else {})}
     command = [sys.executable, "-W", "error", str(EXAMPLES / f"{name}.py")]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=110, check=False)
     assert (done.returncode, done.stderr) == (0, "")
