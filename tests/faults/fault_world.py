@@ -56,15 +56,17 @@ class OfOne(WatchdogRules):
         return state.id == "gpu-0" and WatchdogRules.suspects(self, state, now)
 
 
-def experienced(client: Caller, *, ttft: float = 0.01, gap: float = 0.001, floor: float = 0.3, last: float = 0.0) -> None:
+def experienced(
+    client: Caller, *, ttft: float = 0.01, gap: float = 0.001, floor: float = 0.3, first: float = 0.0, last: float = 0.0
+) -> None:
     """As if long experience said that first bytes take `ttft` and tokens follow every `gap` seconds.
 
-    Patience is `floor` and does not grow with what a busy machine teaches meanwhile; `last`: at least, where nobody
-    would take over.
+    Patience is `floor`, or `first` with first bytes, and does not grow with what a busy machine teaches meanwhile;
+    `last`: at least, where nobody would take over.
     """
     pool = client.router.pool("llama")
     enabled = pool.rules.watchdog.enabled
-    watchdog = OfOne(enabled, first_floor_s=floor, gap_floor_s=floor, first_spreads=0.01, gap_spreads=0.01)
+    watchdog = OfOne(enabled, first_floor_s=first or floor, gap_floor_s=floor, first_spreads=0.01, gap_spreads=0.01)
     pool.rules = replace(pool.rules, watchdog=replace(watchdog, last_floor_s=last))
     for _ in range(50):
         pool.shared.history.ttft.add(ttft)

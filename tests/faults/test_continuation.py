@@ -83,8 +83,8 @@ def test_a_stalled_stream_is_continued_too(
 ) -> None:
     servers = gpus(2)
     servers[0].stall_mid_stream(5, count=1)
-    client = call(kind, vllm(servers), continuation=True, patience=5.0)
-    experienced(client)
+    client = call(kind, vllm(servers), continuation=True)
+    experienced(client, floor=0.6, first=30.0)
     found = events(client.read(client.open(CHAT, json=body(CHAT))))
     assert text_of(found) == expected(CHAT)
     assert client.router.snapshot().pools["llama"].signals["stalls"] == 1
