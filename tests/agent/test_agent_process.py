@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import subprocess
 import sys
 import urllib.error
 import urllib.request
 import uuid
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -396,6 +398,52 @@ def test_an_engine_that_was_replaced_says_so_even_to_who_missed_its_warming() ->
         assert [view.started_at - 1_800_000_000 for view in views] == [0, 60, 60]
         assert known in router.pool("p").snapshot.states
         assert known.ramp_at is not None, "its caches are cold"
+
+
+def test_an_agent_that_alone_is_restarted_leaves_its_engine_as_warm_as_it_is(
+    etcd: EtcdCluster, server: GpuServer, eventually: Callable[..., None]
+) -> None:
+    """The new agent knows nothing of the cache and does not say that it is empty; nor is the engine a newcomer."""
+    place = own_place(etcd)
+    idle = {"url": "http://127.0.0.1:1", "state": "draining"}  # else the pool would be empty meanwhile
+    etcd.ctl("put", f"{place.removeprefix(etcd.url)}/pools/p/endpoints/idle", json.dumps(idle))
+    with ExitStack() as stack:
+        other, eyes = stack.enter_context(GpuServer(time_scale=0.02)), Eyes(place)
+        stack.callback(eyes.close)
+        options = ["--url", server.url, "--url", other.url, "--id", "gpu-0", "--id", "gpu-1", "--warmup", "1"]
+        options += ["--pool", "p", "--registry", place]
+        with AgentProcess(*options) as agent:
+            eventually(lambda: eyes.state("gpu-0") == eyes.state("gpu-1") == "ready", "the engines are ready")
+            router = stack.enter_context(Router(place, agent_key=KEY, asks="on", ask_hashes=True, ask_timeout="2s"))
+            router.ready(60)
+            asker = asker_of(router)
+            assert asker is not None
+
+            def called(*, take: bool) -> tuple[int | None, int]:
+                """One call: how many of its 5,000 tokens are cached, says the agent, and how many are to compute."""
+                asking = asker.ask(call := router.call("p", tokens=5_000, ladder=(1, 2, 3, 4, 5)))
+                attempt = call.next_attempt(router.clock())
+                matched = None
+                if asking is not None and attempt.endpoint.id in asking.bids:
+                    matched = asking.bids[attempt.endpoint.id].matched_tokens
+                    if take:
+                        asking.take(attempt)
+                call.close(router.clock())
+                return matched, attempt.uncached
+
+            eventually(lambda: called(take=True) == (4_096, 904), "an agent knows the prefix")
+            known, epochs = router.pool("p").snapshot.kit.by_id, [agent.load(n)["epoch"] for n in (0, 1)]
+            assert sorted(state.endpoint.started_at for state in known.values()) == sorted(epochs)
+            agent.terminate()
+            assert agent.process.wait(90) == 0
+        eventually(lambda: not router.pool("p").snapshot.routable, "the records are removed")
+        with AgentProcess(*options) as agent:
+            eventually(lambda: len(router.pool("p").snapshot.routable) == 2, "they are back")
+            assert router.pool("p").snapshot.kit.by_id == known
+            assert not router.pool("p").shared.ramping, "and no newcomers"
+            assert sorted(agent.load(n)["epoch"] for n in (0, 1)) == sorted(epochs)
+            assert agent.load()["prefix_cache"]["unseen_tokens"] > 100_000
+            eventually(lambda: called(take=False) == (-1, 904), "what was sent there counts")
 
 
 def test_c4_the_key_is_not_logged(server: GpuServer, eventually: Callable[..., None]) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import tracemalloc
 
 import pytest
 
 from gpuroute.agent.answers import Replays
-from gpuroute.agent.book import EXPIRE_S, OVERTAKEN_S, Book, Sample
+from gpuroute.agent.book import EXPIRE_S, OVERTAKEN_S, Book, Prefixes, Sample
 from gpuroute.agent.desk import Desk
+from gpuroute.core.prefix import BLOCK_TOKENS
 
 RATE = 20e-6
 
@@ -137,3 +139,30 @@ def test_a_bid_says_the_rate_that_clients_told() -> None:
         now += 10.0
     assert before < 100_000
     assert desk.bid(1_001, 1, (), now).prefill_us == pytest.approx(200_000, rel=0.2)
+
+
+def test_what_an_engine_had_before_we_came_is_not_known_until_it_must_be_gone() -> None:
+    prefixes = Prefixes(20_000)
+    assert prefixes.knows((1, 2, 3)), "of a new engine all is known"
+    prefixes.met(100.0)
+    assert not prefixes.knows((1, 2, 3))
+    prefixes.add((1, 2), 2_048, 101.0)
+    assert prefixes.knows((1, 2)), "no more of this can be cached"
+    assert not prefixes.knows((1, 2, 3)), "of that there may be"
+    others = 0
+    while not prefixes.knows((1, 2, 3)):
+        others += 1
+        prefixes.add((1, 2), 2_048, 102.0)  # the same again takes no room
+        prefixes.add((1, 10 + others), 2_048, 102.0)
+    assert others == math.ceil((20_000 - 2_048) / (2_048 - BLOCK_TOKENS))
+
+
+@pytest.mark.parametrize("way", ["cleared", "forgotten", "too little"])
+def test_what_an_engine_says_itself_of_its_cache_counts_at_once(way: str) -> None:
+    prefixes = Prefixes(20_000)
+    prefixes.met(100.0)
+    if way == "cleared":
+        prefixes.clear()
+    else:
+        prefixes.forget_before(100.0 if way == "forgotten" else 99.0)
+    assert prefixes.knows((1,)) is (way != "too little")

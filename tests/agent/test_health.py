@@ -8,13 +8,14 @@ import time
 import pytest
 
 from gpuroute.agent.desk import Desk
-from gpuroute.agent.fetch import Reply
+from gpuroute.agent.fetch import GONE, Reply
 from gpuroute.agent.health import SILENT_LIMIT, Health, Rates, Seen
 from gpuroute.agent.warmup import warm_up
 from gpuroute.agent.watch import UNSAID_S, Watch
 from gpuroute.core.asking import EngineState
 from gpuroute.engines.catalog import engine_of
 
+NOW = 1_800_000_000
 IDLE = Seen(0, 0, 0.0, {"steps": 5.0})
 
 
@@ -182,6 +183,68 @@ def test_an_engine_that_comes_back_without_its_metrics_is_there() -> None:
     assert not health.gone
     assert not health.hung(69.0)
     assert health.answered(seen(), 70.0), "and another process, as soon as it says so"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "gone", "restarted"),
+    [
+        (100.0, 160.0, False, True),  # too quick for a look between
+        (100.0, 100.0, True, False),  # a connection was refused once
+        (100.0, 101.0, False, False),  # worked out by a clock that was corrected
+        (100.0, 101.0, True, True),
+        (0.0, 100.0, False, False),
+        (0.0, 100.0, True, True),
+        (100.0, 0.0, True, True),
+    ],
+)
+def test_an_engine_that_says_when_it_began_is_believed(before: float, after: float, gone: bool, restarted: bool) -> None:
+    health = watched(IDLE._replace(started=before))
+    if gone:
+        health.refused()
+    assert health.answered(IDLE._replace(started=after), 70.0) is restarted
+
+
+def test_counters_that_shrink_are_a_restart_whatever_the_process_says() -> None:
+    health = watched(IDLE._replace(started=100.0))
+    assert health.answered(IDLE._replace(started=100.0, counters={"steps": 4.0}), 70.0)
+
+
+IDLE_PAGE = "vllm:num_requests_running 0"
+COLD, WARM = "vllm:prompt_tokens_total 0", "vllm:prompt_tokens_total 900"
+
+
+@pytest.mark.parametrize(
+    ("pages", "epoch", "known"),
+    [
+        ([COLD + "\nprocess_start_time_seconds 5e8"], 500_000_000, True),
+        ([WARM + "\nprocess_start_time_seconds 5e8"], 500_000_000, False),
+        (["", WARM + "\nprocess_start_time_seconds 5e8"], 500_000_000, False),
+        ([WARM], 0, False),
+        ([COLD], NOW, True),
+        (["", WARM], NOW, True),  # it was seen to come
+        ([IDLE_PAGE], 0, False),
+        ([IDLE_PAGE, f"{IDLE_PAGE}\n{WARM}\nprocess_start_time_seconds 5e8"], 500_000_000, False),
+        ([WARM, COLD], NOW, True),
+        ([WARM + "\nprocess_start_time_seconds 5e8", COLD + "\nprocess_start_time_seconds 6e8"], 600_000_000, True),
+        ([WARM + "\nprocess_start_time_seconds 5e8", COLD + "\nprocess_start_time_seconds 5e8"], NOW, True),
+        ([WARM + "\nprocess_start_time_seconds 5e8", "", WARM + "\nprocess_start_time_seconds 5e8"], 500_000_000, False),
+    ],
+)
+def test_what_an_agent_says_of_an_engine_that_it_meets(
+    pages: list[str], epoch: int, known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`known`: that nothing of a prompt is cached there, which is true of new engines only."""
+    monkeypatch.setattr("gpuroute.agent.watch.time.time", lambda: float(NOW))
+    watch = Watch("http://engine", engine_of("vllm"), Desk("gpu-0"))
+    for page in pages:
+
+        async def fetched(_: str, path: str, page: str = page, **__: object) -> Reply:
+            return (Reply(200, f"{page}\n".encode()) if path == "/metrics" else Reply(404)) if page else GONE
+
+        monkeypatch.setattr("gpuroute.agent.watch.fetch", fetched)
+        asyncio.run(watch.look())
+    bid = watch.desk.bid(1, 9_000, (1, 2, 3), 0.0)
+    assert (bid.epoch, bid.matched_tokens) == (epoch, 0 if known else None)
 
 
 def test_an_engine_behind_an_api_key_is_warmed_up_with_the_headers_of_its_record(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,6 +170,41 @@ def test_what_comes_back_cold_ramps(how: str) -> None:
     assert stage.pool.shared.ramping == {stage.state("a")}
 
 
+@pytest.mark.parametrize("gone", [(), ("draining", "absent"), ("warming", "absent", "warming"), ("long",)])
+@pytest.mark.parametrize("process", ["same", "another", "unknown"])
+def test_an_engine_whose_agent_alone_was_away_is_as_warm_as_before(gone: tuple[str, ...], process: str) -> None:
+    """Agents say since when the engine runs; what they did meanwhile does not cool its caches."""
+    named = replace(endpoints("a")[0], agent="udp://a:1", started_at=0.0 if process == "unknown" else 5.0)
+    others = endpoints("bc")
+    stage = Stage((named, *others))
+    before = stage.state("a")
+    for step in (*gone, "warming"):
+        if step in {"absent", "long"}:
+            stage.update(others)
+            stage.clock.advance(RAMP_S + 1 if step == "long" else 1.0)
+        else:
+            stage.update((replace(named, state=State(step)), *others))
+    if process == "another":
+        named = replace(named, started_at=6.0)
+    stage.update((named, *others))
+    assert stage.state("a") is before
+    assert stage.pool.shared.ramping == (set() if process == "same" else {before})
+
+
+def test_an_engine_that_an_agent_brings_ramps_once() -> None:
+    stage = Stage(endpoints("bc"))
+    newcomer = replace(endpoints("a")[0], agent="udp://a:1", started_at=5.0, state=State.WARMING)
+    stage.update((newcomer, *endpoints("bc")))
+    for state in (State.READY, State.DRAINING, State.READY):
+        stage.update((replace(newcomer, state=state), *endpoints("bc")))
+        assert stage.pool.shared.ramping == {stage.state("a")}
+    stage.clock.advance(RAMP_S + 1)
+    stage.pool.wake(stage.clock())
+    for state in (State.WARMING, State.READY):
+        stage.update((replace(newcomer, state=state), *endpoints("bc")))
+    assert not stage.pool.shared.ramping
+
+
 def test_an_endpoint_drained_while_it_ramps_ends_its_streams_in_peace() -> None:
     """Its weight is then 0, and nothing may be divided by it."""
     stage = Stage({"a": 1.0})

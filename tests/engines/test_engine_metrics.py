@@ -30,6 +30,7 @@ def test_a_real_page_of_vllm() -> None:
     assert found.awake
     expected = {"prompt_tokens": 190, "cached_tokens": 0, "generated_tokens": 39, "steps": 39, "preemptions": 0}
     assert found.counters == expected | {"rejected": 0}
+    assert found.started == 1_795_959_723.68
 
 
 def test_real_lines_of_vllm_with_cache_hits() -> None:
@@ -143,6 +144,28 @@ def test_a_page_without_load_is_no_report() -> None:
     for engine in ENGINES:
         for text in (b"", b"python_info 1\n", b"[]", b"\xff\xfe\0", b"vllm:\n", b"vllm:num_requests_running abc\n"):
             assert read_metrics(engine, text) is None
+
+
+@pytest.mark.parametrize(
+    ("engine", "text", "started"),
+    [
+        ("vllm", "vllm:num_requests_running 1\nprocess_start_time_seconds 1.7e+09", 1.7e9),
+        ("vllm", "vllm:num_requests_running 1", 0.0),
+        ("vllm", "vllm:num_requests_running 1\nprocess_start_time_seconds -5", 0.0),
+        ("vllm", "vllm:num_requests_running 1\nprocess_start_time_seconds 1e300", 0.0),
+        (
+            "vllm",
+            'process_start_time_seconds{a="1"} 5\nprocess_start_time_seconds{a="2"} 6\nvllm:num_requests_running 1',
+            0.0,
+        ),
+        ("ray_serve", "ray_serve_replica_processing_queries 1\nprocess_start_time_seconds 5", 0.0),
+    ],
+)
+def test_since_when_an_engine_runs(engine: str, text: str, started: float) -> None:
+    found = read_metrics(engine_of(engine), text.encode())
+    assert found is not None
+    assert found.started == started
+    assert read_metrics(engine_of(engine), b"process_start_time_seconds 5\n") is None, "which is no load"
 
 
 def test_labels_with_escapes() -> None:

@@ -51,17 +51,27 @@ class Take(NamedTuple):
 class Prefixes:
     """The prefixes that the engine probably has in its cache: an LRU of ladder hashes.
 
-    Bounded by tokens; or, while `followed`, by what the engine's own events say has left (`forget_before`).
+    Bounded by tokens; or, while `followed`, by what the engine's own events say has left (`forget_before`). Of an engine
+    that worked before us (`met`) nobody knows what else it has, until as much as it can hold has come since.
     """
 
-    __slots__ = ("_held", "_tokens", "_used", "capacity", "followed")
+    __slots__ = ("_held", "_met_at", "_tokens", "_used", "capacity", "followed", "unseen")
 
     def __init__(self, capacity_tokens: int) -> None:
         self.capacity = capacity_tokens
         self.followed = False
         self._held: OrderedDict[int, int] = OrderedDict()
         self._used: dict[int, float] = {}
-        self._tokens = 0
+        self._tokens = self.unseen = 0
+        self._met_at = 0.0
+
+    def met(self, now: float) -> None:
+        """The engine worked before we came: what it has cached of that time was not seen."""
+        self.unseen, self._met_at = self.capacity, now
+
+    def knows(self, hashes: Sequence[int]) -> bool:
+        """Whether `matched` is all that can be cached of that prompt: else there may be more."""
+        return self.unseen <= 0 or hashes[-1] in self._held
 
     def matched(self, hashes: Sequence[int]) -> int:
         """Tokens of the deepest known hash; 0 if none is known. Changes nothing."""
@@ -76,7 +86,9 @@ class Prefixes:
         for hash_, depth in zip(hashes, DEPTHS, strict=False):
             last = hash_ == hashes[-1]
             reach = max(tokens, depth * BLOCK_TOKENS) if last else depth * BLOCK_TOKENS
-            self._tokens += reach - before - self._held.pop(hash_, 0)
+            more = reach - before - self._held.pop(hash_, 0)
+            self._tokens += more
+            self.unseen -= more
             self._held[hash_] = reach - before
             self._used[hash_] = now
             before = reach
@@ -93,6 +105,8 @@ class Prefixes:
 
     def forget_before(self, moment: float) -> None:
         """What was last used before that is gone."""
+        if moment >= self._met_at:
+            self.unseen = 0
         while self._held and self._used[next(iter(self._held))] < moment:
             self._forget_oldest()
 
@@ -105,7 +119,7 @@ class Prefixes:
         """The engine restarted: its cache is empty."""
         self._held.clear()
         self._used.clear()
-        self._tokens = 0
+        self._tokens = self.unseen = 0
 
     def __len__(self) -> int:
         return len(self._held)

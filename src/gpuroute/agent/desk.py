@@ -46,7 +46,8 @@ class Desk:
         self.asks = self.takes = self.tells = 0
 
     def bid(self, id_: int, tokens: int, hashes: Sequence[int], now: float) -> BidBody:
-        """The answer to an ask; `matched_tokens` is unknown if it names no hashes."""
+        """The answer to an ask; `matched_tokens` is unknown if it names no hashes, or if there may be more than is known
+        here: clients then go by what they have sent there."""
         book, self.asks = self.book, self.asks + 1
         matched = book.ask(id_, tokens, hashes, now)
         sample = book.sample
@@ -56,7 +57,7 @@ class Desk:
             int(book.waiting(now)),
             sample.kv_usage,
             self.state,
-            matched if hashes else None,
+            matched if hashes and book.prefixes.knows(hashes) else None,
             self.identity,
             self.epoch,
             int(math.exp(book.rate.log) * 1e9),
@@ -87,6 +88,11 @@ class Desk:
         """The kind of its GPU is known by now: a better guess, as long as nothing is learned."""
         if not self.book.rate.count:
             self.book.rate = Rate(PREFILL_PRIOR.get(gpu, UNKNOWN_PRIOR))
+
+    def met(self, epoch: int, now: float) -> None:
+        """The engine was at work before we came. `epoch` 0: nobody knows since when."""
+        self.epoch = epoch
+        self.book.prefixes.met(now)
 
     def restarted(self, epoch: int) -> None:
         """Another process is the engine now; nothing of the old one is queued or cached."""

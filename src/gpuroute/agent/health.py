@@ -14,17 +14,27 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 HUNG_AFTER_S = 10.0
+WOBBLE_S = 2.0
+"""Some clients work out the start of their process anew each time, by a clock that is corrected meanwhile."""
 SILENT_LIMIT = 4
 """Looks in a row that were connected and not answered."""
 
 
 class Seen(NamedTuple):
-    """One look at a working engine: requests and the counters that only grow."""
+    """One look at a working engine: requests, the counters that only grow, and since when its process runs (seconds since
+    1970, 0.0: it does not say)."""
 
     running: float
     waiting: float
     kv_usage: float
     counters: Mapping[str, float]
+    started: float = 0.0
+
+    @property
+    def is_new(self) -> bool:
+        """It counts what it computes, and that is nothing yet: nothing is cached."""
+        work = [self.counters[name] for name in ("prompt_tokens", "generated_tokens", "steps") if name in self.counters]
+        return bool(work) and not any(work)
 
 
 class Health:
@@ -37,17 +47,22 @@ class Health:
         self.restarts = 0
         self._last: Seen | None = None
         self._progress_at = -math.inf
-        self._was_gone = False
+        self.was_gone = False
+
+    @property
+    def has_met(self) -> bool:
+        """It has answered before."""
+        return self._last is not None
 
     def answered(self, seen: Seen, now: float, told_at: float = -math.inf) -> bool:
         """The engine answered; `told_at`: when a client last told a first token. True if it is a new process."""
         before = self._last
-        restarted = before is not None and (self._was_gone or _shrank(before, seen))
+        restarted = before is not None and (_replaced(before, seen, gone=self.was_gone) or _shrank(before, seen))
         idle = not (seen.running or seen.waiting) or not seen.counters  # who counts nothing cannot be judged
         if before is None or restarted or idle or _moved(before, seen):
             self._progress_at = now
         self._progress_at = max(self._progress_at, told_at)
-        self._last, self.gone, self._was_gone, self.silent = seen, False, False, 0
+        self._last, self.gone, self.was_gone, self.silent = seen, False, False, 0
         self.restarts += restarted
         return restarted
 
@@ -58,7 +73,7 @@ class Health:
 
     def refused(self) -> None:
         """Nothing listens there."""
-        self.gone = self._was_gone = True
+        self.gone = self.was_gone = True
 
     def unanswered(self) -> None:
         """Something listens and says nothing."""
@@ -69,6 +84,13 @@ class Health:
         if self.gone:
             return False
         return self.silent >= SILENT_LIMIT or now - self._progress_at > self.hung_after
+
+
+def _replaced(before: Seen, seen: Seen, *, gone: bool) -> bool:
+    """By its own word, or it was gone meanwhile. A connection that was refused once is no new process if it says so."""
+    if before.started and seen.started:
+        return abs(seen.started - before.started) > (0.0 if gone else WOBBLE_S)
+    return gone
 
 
 def _shrank(before: Seen, seen: Seen) -> bool:

@@ -103,8 +103,7 @@ class Life:
             self.watch.desk.equipped(gpu.kind)
 
     def _started_at(self) -> float:
-        """When this engine was first seen, or seen to be another process: so who missed its `warming` learns of its cold
-        caches too."""
+        """Since when this engine runs, as far as is known: so who missed its `warming` learns of its cold caches too."""
         return float(self.watch.desk.epoch or self.endpoint.started_at)
 
     def _write(self, endpoint: Endpoint) -> None:

@@ -105,7 +105,11 @@ def _engine(watch: Watch, now: float) -> dict[str, Any]:
         "kv_usage": book.sample.kv_usage,
         "engine_says": {name: value for name, value in report._asdict().items() if value is not None},
         "sample_age_s": round(now - book.sample.at, 3) if watch.looks else None,
-        "prefix_cache": {"prefixes": len(book.prefixes), "capacity_tokens": book.prefixes.capacity},
+        "prefix_cache": {
+            "prefixes": len(book.prefixes),
+            "capacity_tokens": book.prefixes.capacity,
+            "unseen_tokens": max(0, book.prefixes.unseen),
+        },
         "kv_events": _events(desk.feed) if desk.feed is not None else None,
         "seconds_per_1000_prompt_tokens": round(math.exp(book.rate.log) * 1000, 6),
         "told": book.rate.count,

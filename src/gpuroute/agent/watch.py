@@ -67,7 +67,7 @@ class Watch:
 
     async def look(self) -> None:
         """One look: sample, verdict, state."""
-        reply, report, counters = await self._read()
+        reply, report, counters, started = await self._read()
         now = time.monotonic()
         self.looks += 1
         if reply.status == GONE.status:
@@ -76,7 +76,7 @@ class Watch:
             self.health.unanswered()
         else:
             if report.requests is not None or now - self._said_at > UNSAID_S:
-                self._saw(report, counters, now)
+                self._saw(report, counters, started, now)
             else:  # to owe an answer is not to be idle
                 self.health.present(now)
             said = await self._leaves() if self.warm else False
@@ -131,21 +131,17 @@ class Watch:
         """True if the engine says that nothing runs or waits, or is gone. To say nothing is not to be idle."""
         return self.health.gone or (self.counts and not self.report.requests)
 
-    def _saw(self, report: LoadReport, counters: Mapping[str, float], now: float) -> None:
+    def _saw(self, report: LoadReport, counters: Mapping[str, float], started: float, now: float) -> None:
         if report.requests is not None:
             self._said_at = now
         running, waiting = report.running, report.waiting or 0.0
         if running is None:
             running = report.in_flight or 0.0
-        seen = Seen(running, waiting, report.kv_usage or 0.0, counters)
-        if self.health.answered(seen, now, self.desk.told_at):
-            self.desk.restarted(int(time.time()))
-        elif not self.desk.epoch:
-            self.desk.epoch = int(time.time())
-        self.rates.add(counters, now)
-        self.report = report
         if report.kv_tokens:
             self.desk.sized(int(report.kv_tokens))
+        self._judge(Seen(running, waiting, report.kv_usage or 0.0, counters, started), now)
+        self.rates.add(counters, now)
+        self.report = report
         queued = -1 if report.queued_tokens is None else int(report.queued_tokens)
         if self.desk.feed is not None:
             self.desk.feed.looked(counters, now)
@@ -153,15 +149,29 @@ class Watch:
         at = now if report.requests is not None or self._said_at == -math.inf else self._said_at
         self.desk.sampled(Sample(at, int(running), int(waiting), report.kv_usage or 0.0, queued))
 
-    async def _read(self) -> tuple[Reply, LoadReport, Mapping[str, float]]:
+    def _judge(self, seen: Seen, now: float) -> None:
+        """Is it the one that we know, a new one, or one that was at work before we came?"""
+        desk, health, began = self.desk, self.health, int(seen.started)
+        is_known, is_new = health.has_met, seen.is_new or (health.was_gone and not began)
+        if health.answered(seen, now, desk.told_at):
+            same = began in {0, desk.epoch}  # counters that shrink are another cache, whatever the process says
+            desk.restarted(int(time.time()) if same else began)
+        elif not is_known and is_new:
+            desk.epoch = began or int(time.time())
+        elif not is_known:
+            desk.met(began, now)
+        elif not desk.epoch:
+            desk.epoch = began
+
+    async def _read(self) -> tuple[Reply, LoadReport, Mapping[str, float], float]:
         """The engine's answer, and what it says of load: from its metrics, and where it has one its load endpoint."""
-        engine, report, counters = self.engine, LoadReport(), {}
+        engine, report, counters, started = self.engine, LoadReport(), {}, 0.0
         reply = GONE
         if engine.metrics:
             reply = await fetch(self._metrics_url(), engine.metrics, timeout=TIMEOUT_S)
             metrics = await _understood(engine, reply.body) if reply.ok else None
             if metrics is not None:
-                report, counters = metrics.report, dict(metrics.counters)
+                report, counters, started = metrics.report, dict(metrics.counters), metrics.started
         if reply.status != GONE.status and engine.load and engine.read_load is not None:
             answer = await fetch(self.url, engine.load, timeout=TIMEOUT_S)
             loaded = engine.read_load(answer.body) if answer.ok else None
@@ -169,7 +179,7 @@ class Watch:
                 reply, report = answer, _merged(report, loaded)
         if not reply.ok:
             reply = await fetch(self.url, engine.live.replace("{model}", quote(self.model)), timeout=TIMEOUT_S)
-        return reply, report, counters
+        return reply, report, counters, started
 
     def _metrics_url(self) -> str:
         """Some engines count on a port of their own."""

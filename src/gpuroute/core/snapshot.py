@@ -98,10 +98,10 @@ class Survivors:
                 self._pool.forget(state)
             self._live[endpoint.id] = state = EndpointState(endpoint, self._pool, now)
             return state, endpoint.id not in self.elders
-        before = state.endpoint
+        before, same = state.endpoint, endpoint.started_at == state.warm > 0  # its agent was away, and not the engine
         if before is not endpoint:
             state.adopt(endpoint)
         self._live[endpoint.id] = state
         restarted = endpoint.started_at > before.started_at > 0
         long_away = now - left_at > RAMP_S and endpoint.id not in self.elders
-        return state, restarted or long_away or not before.takes_calls
+        return state, not same and (restarted or long_away or not before.takes_calls)

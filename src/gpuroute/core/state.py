@@ -45,7 +45,7 @@ class EndpointState:
         "__weakref__", "away", "breaker", "caps", "cohort", "domains", "endpoint", "failed", "history", "host", "id",
         "in_flight", "inverse_weight", "joined_at", "last_error", "last_error_at", "latency", "latency_at", "limit",
         "lock", "pool", "queue", "ramp_at", "ramp_from", "report", "round_trip", "served", "silent_since", "speed",
-        "stalls", "troubled", "trust", "until", "way",
+        "stalls", "troubled", "trust", "until", "warm", "way",
     )  # fmt: skip
 
     away: float  # what the way there costs, in seconds
@@ -70,6 +70,7 @@ class EndpointState:
         self.stalls = 0.0
         self.silent_since: float | None = None  # calls wait for a sign of life since then
         self.troubled = False
+        self.warm = 0.0  # since when the engine is up that took calls last, as its agent says
         self.ramp_at: float | None = None
         self.last_error = ""
         self.last_error_at: float | None = None
@@ -81,6 +82,8 @@ class EndpointState:
         self.id = endpoint.id
         self.host = host_of(endpoint.url)
         self.cohort = self.pool.speeds.cohort(endpoint)
+        if endpoint.takes_calls:
+            self.warm = endpoint.started_at if endpoint.agent else 0.0
         self.domains = tuple((name, endpoint.labels[name]) for name in DOMAINS if name in endpoint.labels)
         self.inverse_weight = 1.0 / endpoint.weight if endpoint.weight > 0 else INF
         measure(self)

@@ -30,6 +30,9 @@ PIECE = 32 * 1024
 _LABELS = r'(?:\{((?:[^"}\n]|"(?:[^"\\\n]|\\.)*")*)\})?'
 _LABEL = re.compile(r'([A-Za-z_]\w*)\s*=\s*"((?:[^"\\]|\\.)*)"')
 
+STARTED = "process_start_time_seconds"
+"""What Prometheus clients say of the process that they run in."""
+
 Series = tuple[str, float]
 
 
@@ -38,12 +41,15 @@ class Metrics(NamedTuple):
 
     `counters` grow for ever (their differences give rates, and `steps` standing still while requests run means hung):
     `prompt_tokens` (computed, without cached ones), `cached_tokens`, `generated_tokens`, `steps`, `preemptions`,
-    `rejected`. One that the engine does not have is absent. `awake` is False for an engine put to sleep.
+    `rejected`. One that the engine does not have is absent. `awake` is False for an engine put to sleep. `started`: since
+    when its process runs, in seconds since 1970; 0.0 if it does not say, or counts on a port of its own, which may be
+    another process's.
     """
 
     report: LoadReport
     counters: Mapping[str, float]
     awake: bool = True
+    started: float = 0.0
 
 
 def read_metrics(engine: Engine, page: bytes) -> Metrics | None:
@@ -80,7 +86,7 @@ def pieces(page: bytes) -> Iterator[bytes]:
 
 
 def _metrics(engine: Engine, series: Mapping[str, list[Series]]) -> Metrics | None:
-    if not series:
+    if not series.keys() - {STARTED}:
         return None
     report = {name: value for name, found in engine.report.items() if (value := _figure(series, found)) is not None}
     counters = {name: n for name, found in engine.counters.items() if (n := _figure(series, found)) is not None}
@@ -88,7 +94,12 @@ def _metrics(engine: Engine, series: Mapping[str, list[Series]]) -> Metrics | No
     cached = counters.get("cached_tokens", 0.0)
     if engine.cached_in_prompt and "prompt_tokens" in counters:
         counters["prompt_tokens"] = max(0.0, counters["prompt_tokens"] - cached)
-    return Metrics(LoadReport(**report), counters, awake)
+    return Metrics(LoadReport(**report), counters, awake, _started(engine, series))
+
+
+def _started(engine: Engine, series: Mapping[str, list[Series]]) -> float:
+    found = series.get(STARTED, [])
+    return found[0][1] if len(found) == 1 and not engine.metrics_port and 0 < found[0][1] < 2**32 else 0.0
 
 
 def scan(page: bytes, names: frozenset[str]) -> dict[str, list[Series]]:
@@ -123,7 +134,7 @@ def _pattern(names: frozenset[str]) -> re.Pattern[str]:
 @lru_cache(maxsize=64)
 def _names(engine: Engine) -> frozenset[str]:
     tables: Iterable[Readings] = (*engine.report.values(), *engine.counters.values())
-    return frozenset(name for readings in tables for r in readings for name in (*r.names, *r.plus))
+    return frozenset((STARTED, *(name for readings in tables for r in readings for name in (*r.names, *r.plus))))
 
 
 def _figure(series: Mapping[str, list[Series]], readings: Readings) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class EngineMetrics:
     """Counts of one engine, in the engine's own seconds (not scaled)."""
 
     def __init__(self) -> None:
+        self.started = time.time()
         self.queries = self.hits = self.prompt_tokens = self.generation_tokens = 0
         self.finished = {"stop": 0, "length": 0, "abort": 0, "error": 0}
         self.rejected = 0
@@ -50,6 +52,7 @@ class EngineMetrics:
         return ("\n".join(self._lines(gpu, f'engine="0",model_name="{model}"')) + "\n").encode()
 
     def _lines(self, gpu: Gpu, labels: str) -> Iterator[str]:
+        yield f"process_start_time_seconds {self.started}"
         for name, kind, value in self._scalars(gpu):
             yield f"# TYPE vllm:{name.removesuffix('_total')} {kind}"
             yield f"vllm:{name}{{{labels}}} {float(value)}"
