@@ -148,12 +148,12 @@ def both() -> Iterator[list[Endpoint]]:
 
 def test_no_call_meets_an_endpoint_that_does_not_understand_it(both: list[Endpoint]) -> None:
     """Each once failed for its share of the calls, with a ConfigError."""
-    with Router(FakeRegistry({"llm": both})) as router:
-        with gpuroute.httpx2.Client(router) as client:
+    with Router(FakeRegistry({"llm": both}), connect_timeout="20s", watchdog=False) as router:
+        with gpuroute.httpx2.Client(router, timeout=60) as client:
             assert {client.get("http://llm/models").extensions["gpuroute"]["endpoint"] for _ in range(20)} == {"http"}
         with gpuroute.grpc.channel(router, "llm") as channel:
             say = channel.unary_unary("/test.Service/Echo")
-            assert [say(b"%d" % n, timeout=30) for n in range(20)] == [b"%d" % n for n in range(20)]
+            assert [say(b"%d" % n, timeout=60) for n in range(20)] == [b"%d" % n for n in range(20)]
 
 
 def test_http_endpoints_are_called_directly_whatever_the_environment_says(
@@ -163,7 +163,10 @@ def test_http_endpoints_are_called_directly_whatever_the_environment_says(
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.delenv("NO_PROXY", raising=False)
-    with Router(FakeRegistry({"llm": both[:1]}), trust_env=True) as router, gpuroute.httpx2.Client(router) as client:
+    with (
+        Router(FakeRegistry({"llm": both[:1]}), trust_env=True, connect_timeout="20s", watchdog=False) as router,
+        gpuroute.httpx2.Client(router, timeout=60) as client,
+    ):
         assert client.get("http://llm/models").text == "ok"
 
 
