@@ -80,6 +80,17 @@ def test_in_a_backlog_cached_tokens_count_for_more_than_a_shorter_queue() -> Non
     assert cost(world, "gpu-0", ask) < cost(world, "gpu-1", ask), "a shorter wait for everybody"
 
 
+def test_an_agent_that_does_not_know_what_is_cached_leaves_that_to_those_who_sent_it() -> None:
+    """It was restarted beside an engine that was not. To say 0 is another thing: that engine is cold."""
+    world = stage(2)
+    world.pool.placements.remember(LADDER, "gpu-0")
+    for said, best in ((-1, "gpu-0"), (0, "gpu-1")):
+        ask = ask_of(world, gpu_0=bid(world, 1_000, said), gpu_1=bid(world, 1_000, 256))
+        assert picker(world).pick(ask) is world.state(best)
+    ask = ask_of(world, gpu_0=bid(world, 1_000, 7_900), gpu_1=bid(world, 1_000, -1))
+    assert picker(world).pick(ask) is world.state("gpu-0"), "where nothing was sent nothing is hoped for"
+
+
 @pytest.mark.parametrize("ladder", [(), LADDER[:1], LADDER])
 def test_no_call_asks_more_than_a_handful_and_never_one_alone(ladder: tuple[int, ...]) -> None:
     world = stage(64)
