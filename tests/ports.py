@@ -9,6 +9,8 @@ servers do) gets it.
 from __future__ import annotations
 
 import atexit
+import contextlib
+import os
 import socket
 
 _held: list[socket.socket] = []
@@ -33,6 +35,15 @@ def closed_udp_port() -> int:
     _held.append(sock)
     port: int = sock.getsockname()[1]
     return port
+
+
+def lasting_udp_port() -> int:
+    """A UDP port that can be left and taken again: it is none of those that the system gives to whoever asks for any."""
+    for port in range(20_000 + os.getpid() % 10_000, 32_000):
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock, contextlib.suppress(OSError):
+            sock.bind(("127.0.0.1", port))
+            return port
+    raise OSError("all ports are taken")
 
 
 def own_ports(count: int) -> list[int]:

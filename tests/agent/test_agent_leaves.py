@@ -12,6 +12,7 @@ import httpx2
 import pytest
 from agent.process import AgentProcess, Eyes
 from agent.stage import AgentThread, call_of, desks, router_of
+from ports import lasting_udp_port
 from registry.etcd_server import EtcdCluster
 
 from gpuroute.agent.desk import Desk
@@ -112,8 +113,8 @@ def test_to_say_nothing_is_not_to_be_idle(
 def test_an_agent_that_is_replaced_on_its_port_is_heard_under_its_new_epoch(eventually: Callable[..., None]) -> None:
     """Under load from four threads; no call sees it but by what it is told."""
     old, new = desks(2), [Desk(f"gpu-{number}", epoch=2) for number in range(2)]
-    with AgentThread(old) as agent:
-        port = agent.port
+    port = lasting_udp_port()
+    with AgentThread(old, port=port) as agent:
         router, asker = router_of(agent.endpoints(), ask_timeout="20ms")
         epochs: set[int] = set()
         failed: list[BaseException] = []
