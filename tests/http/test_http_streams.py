@@ -197,7 +197,7 @@ def test_limits_make_calls_wait_for_a_connection(stubs: Stage, caller: Make) -> 
 
 def test_a_slow_reader_slows_its_server(stubs: Stage, caller: Make) -> None:
     (a,) = stubs("a")
-    size = 24 * 1024 * 1024  # more than all that the system may keep on its way
+    size = 16 * 1024 * 1024  # more than all that the system may keep on its way
     written = 0
 
     async def flood(exchange: Exchange) -> None:
