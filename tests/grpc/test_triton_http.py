@@ -11,10 +11,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from world import drained, router_of
+from world import drained, router_of, soon
 
 import gpuroute
 import gpuroute.triton
+from gpuroute import observe
 from gpuroute.core.endpoint import Endpoint
 
 if TYPE_CHECKING:
@@ -152,6 +153,18 @@ def test_requests_go_to_every_server(manner: Any, two: list[V2]) -> None:
     assert sorted(manner.infer(router, 4)) == ["s0", "s0", "s1", "s1"]
     assert drained(router)
     assert sum(view.served for view in router.snapshot().pools["p"].endpoints) == 4
+
+
+def test_their_router_is_in_the_gauges_and_its_endpoints_are_checked(
+    manner: Any, two: list[V2], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(observe, "_routers", set())
+    records = [Endpoint(server.name, server.url, engine="triton") for server in two]
+    with router_of(*records, health_checks=True, health_interval="50ms") as router:
+        manner.infer(router, 1)
+        assert observe.watched() == [router]
+        for server in two:
+            assert soon(lambda server=server: "/v2/health/live" in [path for path, _ in server.seen])
 
 
 @pytest.mark.parametrize("switch", [{"disabled": True}, {"rollout": "0%"}])

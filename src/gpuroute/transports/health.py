@@ -17,13 +17,12 @@ import os
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
 from gpuroute.core.health import Checked, HealthRules
 from gpuroute.engines.catalog import engine_of
 from gpuroute.errors import ConfigError
-from gpuroute.transports.pools import Way
 from gpuroute.transports.reach import UNREACHABLE, reached
 
 if TYPE_CHECKING:
@@ -34,9 +33,17 @@ if TYPE_CHECKING:
     from gpuroute.core.state import EndpointState
     from gpuroute.router import Router
     from gpuroute.transports.grpc_peers import Dialer
+    from gpuroute.transports.reach import Address
 
 TICK_S = 0.1
 AT_A_TIME = 64
+
+
+class Way(Protocol):
+    """How an HTTP client reaches an endpoint."""
+
+    def address(self, endpoint: Endpoint) -> Address:
+        """Where and how to connect. Raises OSError, ConfigError."""
 
 
 class Checker:
@@ -123,7 +130,7 @@ async def _check(
         timeout = checked.rules.timeout_s
         try:
             async with asyncio.timeout(timeout):
-                if isinstance(way, Way):
+                if hasattr(way, "address"):
                     well = await _http(state.endpoint, way, timeout)
                 else:
                     well = await asyncio.to_thread(_grpc, state.endpoint, way, timeout)

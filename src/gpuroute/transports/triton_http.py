@@ -15,6 +15,7 @@ import io
 import socket
 import ssl
 import time
+from functools import lru_cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
@@ -27,17 +28,19 @@ from gpuroute.core.retry_after import parse_retry_after
 from gpuroute.engines.answers import judge
 from gpuroute.engines.prompts import read_prompt
 from gpuroute.errors import ConfigError, DeadlineExceeded
-from gpuroute.observe import observer
+from gpuroute.forms import stamps
+from gpuroute.observe import observer, watch
 from gpuroute.transports.bodies import read_options
 from gpuroute.transports.piggyback import ANSWER, REQUEST, learn_header, wanted
 from gpuroute.transports.pools import tls_name
+from gpuroute.transports.reach import Address
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from gpuroute.core.attempt import Attempt
     from gpuroute.core.call import Call
-    from gpuroute.core.endpoint import Endpoint
+    from gpuroute.core.endpoint import Endpoint, Tls
     from gpuroute.router import Router
 
 __all__ = ["attach", "detach", "is_client"]
@@ -66,6 +69,7 @@ def attach(client: C, router: Router, pool: str, **arguments: Any) -> C:
     if not is_client(client) or name is None:
         raise ConfigError(f"cannot route a {type(client).__module__}.{type(client).__qualname__}")
     _, original = _replaced.setdefault(client, (name, getattr(client, name)))
+    watch(router)
     setattr(client, name, (RoutedStub if name == "_client_stub" else RoutedSession)(router, pool, original))
     return client
 
@@ -92,6 +96,10 @@ class Trip:
         }
         url = router.fallback(pool, asked.get("key"))
         self.call = _begin(router, pool, path, asked, body) if url is None else _leave(router, url, asked)
+        if router.settings.health_checks and url is None:
+            from gpuroute.transports.health import CHECKER
+
+            CHECKER.watch(router, self.call.pool, WAY)
         self.attempt: Attempt | None = None
         self.headers: dict[str, Any] = {}
         self._observer = observer()
@@ -320,22 +328,42 @@ class RoutedStub:
             "network_timeout": pool.network_timeout,
         }
         if endpoint.url.startswith("https:"):
-            context = _context(endpoint, self._gevent.ssl.SSLContext)
+            context = _context(endpoint.tls, self._gevent.ssl.SSLContext)
             name = tls_name(endpoint)
             how |= {"ssl_options": {"server_hostname": name} if name else {}, "ssl_context_factory": lambda: context}
         return self._library.HTTPClient.from_url(endpoint.url, **how)
 
 
-def _context(endpoint: Endpoint, kind: type[ssl.SSLContext]) -> ssl.SSLContext:
+def _context(tls: Tls, kind: type[ssl.SSLContext]) -> ssl.SSLContext:
     """As `ssl.create_default_context`, of gevent's own class."""
     context = kind(ssl.PROTOCOL_TLS_CLIENT)
-    if endpoint.tls.ca:
-        context.load_verify_locations(endpoint.tls.ca)
+    if tls.ca:
+        context.load_verify_locations(tls.ca)
     else:
         context.load_default_certs()
-    if endpoint.tls.cert:
-        context.load_cert_chain(endpoint.tls.cert, endpoint.tls.key or None)
+    if tls.cert:
+        context.load_cert_chain(tls.cert, tls.key or None)
     return context
+
+
+@lru_cache(maxsize=256)
+def _kept(tls: Tls, _changed: tuple[int, ...]) -> ssl.SSLContext:
+    """Until a file changes: it takes 28 ms to build."""
+    return _context(tls, ssl.SSLContext)
+
+
+class Way:
+    """How both clients reach an endpoint, for health checks: by the system's trust, and the files in its record."""
+
+    def address(self, endpoint: Endpoint) -> Address:
+        """Where and how to connect. Raises OSError for files that are not here."""
+        parts, tls = urlsplit(endpoint.url), endpoint.tls
+        secure = parts.scheme == "https"
+        context = _kept(tls, stamps(tls.ca, tls.cert, tls.key)) if secure else None
+        return Address(parts.hostname or "", parts.port or (443 if secure else 80), context, tls_name(endpoint))
+
+
+WAY = Way()
 
 
 # ---------------------------------------------------------------------------------------------- asyncio
@@ -417,5 +445,5 @@ class RoutedSession:
     def _tls(self, endpoint: Endpoint) -> ssl.SSLContext:
         known = self._contexts.get(endpoint.id)
         if known is None or known[0] != endpoint:
-            known = self._contexts[endpoint.id] = endpoint, _context(endpoint, ssl.SSLContext)
+            known = self._contexts[endpoint.id] = endpoint, _context(endpoint.tls, ssl.SSLContext)
         return known[1]
