@@ -377,8 +377,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 with GpuServer(time_scale=0.0) as server:
-    router = gpuroute.Router("llama=" + server.url)
-    client = gpuroute.httpx2.Client(router)
+    router = gpuroute.Router("llama=" + server.url, connect_timeout="20s")
+    client = gpuroute.httpx2.Client(router, timeout=60)
     reader, exporter = InMemoryMetricReader(), InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))

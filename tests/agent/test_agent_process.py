@@ -86,12 +86,13 @@ def test_calls_ask_take_and_tell(server: GpuServer, eventually: Callable[..., No
         endpoints = [
             Endpoint(ident, urls[ident], agent=f"{agent.lines['agent']}/{number}") for number, ident in enumerate("ab")
         ]
-        router = Router(endpoints={"p": endpoints}, agent_key=KEY, asks="on", ask_hashes=True, ask_timeout="60s")
+        patience = {"ask_timeout": "60s", "connect_timeout": "20s", "watchdog": False}
+        router = Router(endpoints={"p": endpoints}, agent_key=KEY, asks="on", ask_hashes=True, **patience)
         asker = asker_of(router)
         assert asker is not None
         asker.round_trip = 60.0  # so the last answer is waited for
-        body = {"prompt": "say it again " * 2_000, "max_tokens": 2, "stream": True}
-        with gpuroute.httpx2.Client(router) as client:
+        body = {"prompt": "say it again " * 2_560, "max_tokens": 2, "stream": True}  # nearly all of it has a hash
+        with gpuroute.httpx2.Client(router, timeout=60) as client:
             for _ in range(3):
                 with client.stream("POST", "http://p/v1/completions", json=body) as response:
                     response.read()

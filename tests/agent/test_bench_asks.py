@@ -39,6 +39,8 @@ def test_bench_live(capfd: pytest.CaptureFixture[str]) -> None:
         "0",
         "--window",
         "12",
+        "--ask-timeout",
+        "200ms",
     ]
     assert (
         main(["bench", "live", "--json", *size, "--policies", "p2c,auto+asks,auto+asks+liars+loss,auto+asks+closed"]) == 0

@@ -14,8 +14,8 @@ pytestmark = pytest.mark.real_time
 
 
 def answered(server: GpuServer, **record: str) -> Router:
-    router = Router(endpoints={"p": [Endpoint("gpu-0", server.url, **record)]}, asks="off")
-    with gpuroute.httpx2.Client(router) as client:
+    router = Router(endpoints={"p": [Endpoint("gpu-0", server.url, **record)]}, asks="off", connect_timeout="20s")
+    with gpuroute.httpx2.Client(router, timeout=60) as client:
         client.post("http://p/v1/completions", json={"prompt": "x", "max_tokens": 2}).raise_for_status()
     return router
 

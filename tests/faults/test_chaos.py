@@ -124,7 +124,7 @@ def test_what_servers_say_is_kept_word_by_word_and_nothing_of_who_is_gone(
     one, other = gpus(2)
     told = {"x-request-id": "a", "x-gpuroute-attempt": "2", "x-request-timeout": "250"}
     odd = {"x-request-id": "b", "x-gpuroute-attempt": "x", "x-request-timeout": "1.5"}
-    with httpx2.Client(base_url=one.url) as client:
+    with httpx2.Client(base_url=one.url, timeout=60) as client:
         for headers in (told, odd):
             client.post("/v1/completions", json=ask(1, stream=False), headers=headers).raise_for_status()
     records = Records()

@@ -321,7 +321,7 @@ def _when_ready(process: subprocess.Popen[bytes], count: int) -> dict[str, str]:
 
 
 def _all_ready(status: str, count: int) -> bool:
-    with urllib.request.urlopen(f"{status}/load", timeout=5) as answer:
+    with urllib.request.urlopen(f"{status}/load", timeout=START_S) as answer:
         engines = json.load(answer)["engines"]
     return len(engines) == count and all(engine["state"] == "ready" for engine in engines)
 
