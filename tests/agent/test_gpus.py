@@ -237,7 +237,7 @@ def test_figures_that_come_late_are_taken_in_by_all_records_and_the_agent_ends_w
             await running
 
     asyncio.run(run())
-    kinds = {endpoint.id: endpoint for endpoint in written if "throttled" not in endpoint.labels}
-    assert [endpoint.gpu.kind for endpoint in kinds.values()] == ["H100", "L4"]
+    kinds = {endpoint.id: endpoint.gpu.kind for endpoint in written if "throttled" not in endpoint.labels}
+    assert kinds == {f"gpu-{Gpu()}": "H100", f"gpu-{Gpu('L4')}": "L4"}
     fresh = agent.desks[0].book.rate
     assert fresh.seconds == pytest.approx(PREFILL_PRIOR["H100"])
