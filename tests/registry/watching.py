@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from gpuroute.core.fleet import Fleet, Registry, Subscription
 
-PATIENCE_S = 40.0
+PATIENCE_S = 60.0
 """How long what must happen may take: the machine may be ten times as busy as it has processors."""
 
 
