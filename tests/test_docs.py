@@ -150,6 +150,7 @@ def test_python_in_documents_parses(page: Path) -> None:
         ast.parse(block)
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", ["README.md", "docs/quickstart.md"])
 def test_examples_run(name: str) -> None:
     [example] = blocks((ROOT / name).read_text(), "python")
@@ -160,7 +161,7 @@ def test_examples_run(name: str) -> None:
             env=environ,
             capture_output=True,
             text=True,
-            timeout=110,
+            timeout=280,
             check=False,
         )
     assert done.returncode == 0, done.stderr

@@ -15,7 +15,7 @@ from gpuroute.testing import GpuServer
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytestmark = pytest.mark.real_time
+pytestmark = [pytest.mark.real_time, pytest.mark.timeout(300)]
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 WHAT_IT_SAYS = {
@@ -47,7 +47,7 @@ def servers() -> Iterator[list[GpuServer]]:
 def run(name: str, registry: str | None) -> str:
     environ = {**os.environ, **PATIENT, **({"GPUROUTE_REGISTRY": registry} if registry else {})}
     command = [sys.executable, "-W", "error", str(EXAMPLES / f"{name}.py")]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=280, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout
 

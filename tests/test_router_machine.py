@@ -10,6 +10,7 @@ import json
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from gpuroute.core.attempt import Attempt
     from gpuroute.core.call import Call
     from gpuroute.core.pool import Pool
+
+pytestmark = pytest.mark.timeout(300)  # much to compute, on a machine that may be busy
 
 NAMES = [f"gpu-{n}" for n in range(7)]
 names, indices, outcomes = st.sampled_from(NAMES), st.integers(0, 10_000), st.sampled_from(list(Outcome))

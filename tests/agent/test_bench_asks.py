@@ -25,6 +25,7 @@ def test_bench_ask(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monke
     assert min(row[f"{name}_us_best"] for name in ("floor_sync", "floor_async", "asked_sync", "asked_async")) > 0
 
 
+@pytest.mark.timeout(300)
 def test_bench_live(capfd: pytest.CaptureFixture[str]) -> None:
     size = [
         "--servers",
