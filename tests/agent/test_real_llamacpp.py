@@ -91,7 +91,7 @@ def test_llamacpp_registers_reports_restarts_and_drains(
             eventually(lambda: eyes.state("real") == "ready", "its successor is ready")
             assert agent.load()["epoch"] > epoch
             agent.terminate()
-            assert agent.process.wait(40) == 0
+            assert agent.process.wait(90) == 0
             eventually(lambda: "real" not in eyes.endpoints(), "the record is removed")
         eyes.close()
         assert "draining" in eyes.states("real")
@@ -117,7 +117,7 @@ def test_cached_tokens_of_a_real_engine_are_visible(llama: Llama, eventually: Ca
         eventually(lambda: agent.state() == "ready", "it is ready")
         none = Endpoint("none", "http://127.0.0.1:9", agent=f"udp://127.0.0.1:{closed_udp_port()}")
         endpoints = [Endpoint("real", llama.url, agent=agent.lines["agent"]), none]
-        router = Router(endpoints={"p": endpoints}, agent_key=KEY, asks="on", ask_hashes=True, ask_timeout="2s")
+        router = Router(endpoints={"p": endpoints}, agent_key=KEY, asks="on", ask_hashes=True, ask_timeout="60s")
         asker = asker_of(router)
         assert asker is not None
         prompt = "A prefix that two prompts share. " * 40

@@ -113,7 +113,7 @@ class Client:
     def __init__(self, engine: Vllm, agent: AgentProcess) -> None:
         dear = Endpoint("none", "http://127.0.0.1:9", weight=0.001, agent=f"udp://127.0.0.1:{closed_udp_port()}")
         endpoints = [Endpoint("real", engine.url, engine="vllm", agent=agent.lines["agent"]), dear]
-        self.router = Router(endpoints={"p": endpoints}, agent_key=KEY, asks="on", ask_hashes=True, ask_timeout="1s")
+        self.router = Router(endpoints={"p": endpoints}, agent_key=KEY, asks="on", ask_hashes=True, ask_timeout="60s")
         asker = asker_of(self.router)
         assert asker is not None
         self.asker = asker
