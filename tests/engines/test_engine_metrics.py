@@ -175,10 +175,10 @@ def test_labels_with_escapes() -> None:
 def test_scanning_a_real_page_costs_little() -> None:
     text, engine = page("vllm_metrics.txt"), engine_of("vllm")
     spent = []
-    for _ in range(10):
-        start = time.perf_counter()
+    for _ in range(50):
+        start = time.thread_time()
         read_metrics(engine, text)
-        spent.append(time.perf_counter() - start)
+        spent.append(time.thread_time() - start)
     assert min(spent) < 0.005
 
 
