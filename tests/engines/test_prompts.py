@@ -81,12 +81,12 @@ def test_a5_a_five_megabyte_image_is_read_in_time() -> None:
     assert len(body) > 5_000_000
     spent, parsed = [], []
     for _ in range(7):
-        start = time.perf_counter()
+        start = time.thread_time()
         prompt = read_prompt(CHAT, body)
-        middle = time.perf_counter()
+        middle = time.thread_time()
         json.loads(body)
         spent.append(middle - start)
-        parsed.append(time.perf_counter() - middle)
+        parsed.append(time.thread_time() - middle)
     # 1.7 ms, where the case asks for 5: a quarter of a plain parse, which is the measure that a busy machine keeps.
     assert min(spent) <= 0.7 * min(parsed)
     assert prompt is not None
