@@ -93,13 +93,13 @@ def learn_latency(state: EndpointState, seconds: float, now: float, *, failed: b
 
 def learn_bid(state: EndpointState, bid: Report, mean_tokens: float) -> None:
     """A bid teaches the backlog of the fleet and the queue of its endpoint, also when it lost or came late."""
-    at, running, waiting, queued, kv_usage = bid[:5]
-    speeds, last = state.pool.speeds, state.report
-    if bid.source != CARRIED and state.endpoint.agent:
+    at, running, waiting, queued, kv_usage, _, _, _, source = bid
+    speeds, last, agent = state.pool.speeds, state.report, state.endpoint.agent
+    if agent and source != CARRIED:
         speeds.bids += 1
     speeds.backlog += 0.02 * ((queued if queued >= 0 else waiting * mean_tokens) - speeds.backlog)
     speeds.mean_requests += 0.02 * (running + waiting - speeds.mean_requests)
-    if last is not None and running and bid[1:5] == last[1:5] and not bid.is_old and _is_fine(kv_usage):
+    if running and last is not None and bid[1:5] == last[1:5] and not bid.is_old and _is_fine(kv_usage):
         if _is_frozen(running, at - bid.age - (last.at - last.age)):
             state.trust = state.trust or Trust()
             state.trust.doubt(at)
@@ -107,7 +107,7 @@ def learn_bid(state: EndpointState, bid: Report, mean_tokens: float) -> None:
         return  # the same again is no news
     if last is None or at >= last.at:
         state.report = bid
-        if not state.endpoint.agent:  # bids come by the hundred: they would leave no room for those that give none
+        if not agent:  # bids come by the hundred: they would leave no room for those that give none
             speeds.note(state, calm=not waiting)
 
 

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING
 
 from gpuroute.core.candidates import NOTHING_ASKED, Ask
 from gpuroute.core.pickers import Kit, first_admitted
-from gpuroute.core.prefix import BLOCK_TOKENS, DEPTHS
 from gpuroute.core.ramp import dearer
 from gpuroute.core.report import faded, own_work
-from gpuroute.core.sources import HOME, HOME_RUNG, Sources, prompt_tokens
+from gpuroute.core.sources import DEPTH_TOKENS, HOME, HOME_RUNG, Sources, prompt_tokens
 from gpuroute.core.speed import Speeds, shrunk
 from gpuroute.core.strata import Strata
 from gpuroute.core.trust import DOUBT_S, blind_queue, late_by, says_idle, stands_in
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from gpuroute.core.state import EndpointState
 
 INF = math.inf
+HOME_TOKENS = (DEPTH_TOKENS[0], *DEPTH_TOKENS[: HOME_RUNG + 1])  # by rungs; a session without a known prompt has none
 BLIND_NEIGHBOUR_S = 0.003  # per own call in flight: decodes slow prefill down, and reports that all share make all run
 
 
@@ -126,12 +126,14 @@ class Soonest:
         rules, speeds = self.rules, state.pool.speeds
         rate = shrunk(state.speed, state.cohort)
         bid = ask.bids.get(state.id) if ask.bids else None
-        seconds = self._blind(state, ask, rate, why) if bid is None else self._by_bid(state, ask, rate, bid)
+        if bid is None:
+            seconds = self._blind(state, ask, rate, why)
+        else:  # prefill is slower beside the decodes that the bid reports
+            rate *= 1 + (rules.kv_slope * bid.kv_usage or rules.running_slope * bid.running)
+            seconds = self._by_bid(state, ask, rate, bid)
         if why == HOME:
             share = min(rules.home_discount_max, rules.home_discount + speeds.backlog / rules.home_tokens)
-            depth = min(len(ask.ladder), HOME_RUNG + 1) or 1  # a session without a known prompt: the least
-            slower = 1.0 if bid is None else self._slower(bid)
-            seconds -= share * DEPTHS[depth - 1] * BLOCK_TOKENS * rate * slower
+            seconds -= share * HOME_TOKENS[min(len(ask.ladder), HOME_RUNG + 1)] * rate
         if state.troubled and state.last_error_at is not None:
             seconds += rules.failure_s * math.exp(min(0.0, state.last_error_at - ask.now) / rules.failure_fade_s)
         # A ramp or a low weight makes waiting dearer; a home that is cheaper than free stays what it is.
@@ -142,7 +144,6 @@ class Soonest:
     def _by_bid(self, state: EndpointState, ask: Ask, rate: float, bid: Report) -> float:
         """Seconds of waiting and prefill by the server's own word."""
         speeds = state.pool.speeds
-        rate *= self._slower(bid)
         late = late_by(state, bid, ask.now)
         backlog = bid.queue_tokens(ask.mean_tokens) * rate + late
         if not bid.kv_usage:
@@ -178,10 +179,6 @@ class Soonest:
             alpha *= 1 - rules.blind_hit  # others were sent here for the same prefix
         uncached = (ask.tokens or prompt_tokens(ask)) - (ask.placed.get(state.id, 0) if ask.placed else 0)
         return wait + alpha * rate * (uncached if uncached > 0 else 1)
-
-    def _slower(self, bid: Report) -> float:
-        """By which factor prefill is slower there, beside the decodes that the bid reports."""
-        return 1 + (self.rules.kv_slope * bid.kv_usage or self.rules.running_slope * bid.running)
 
     def _alpha(self, speeds: Speeds) -> float:
         """What a token of prefill costs in all: itself, and in a backlog those who wait behind it.
