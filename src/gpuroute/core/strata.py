@@ -1,9 +1,10 @@
-"""Pools where some endpoints can be asked and others cannot: each part keeps its share of the calls.
+"""Pools where some endpoints can be asked and others cannot: each part has its share of the calls.
 
 Bids are fresh truth and memories are not, so comparing one with the other fails either way: the asked look busy because
 one sees their queues, or idle because one does not see the others'. Nothing is compared across. A call goes to the part
 that holds the home of its prefix, so that the parts get their shares of the ring and prompts that begin alike meet; the
-covered part is asked, the other one is routed as in a pool without agents.
+covered part is asked, the other one is routed as in a pool without agents. A blind choice waits longer at the same load,
+so some prefixes of the other part belong to the covered one as long as its own bids say that there is room.
 Where no agent was heard for a while (asks are off, a firewall, jobs too small to ask for) the whole pool is routed so.
 """
 
@@ -25,6 +26,11 @@ if TYPE_CHECKING:
     from gpuroute.core.state import EndpointState
 
 LOOK = 16  # draws of the covered part in a row without any bid: nobody is taken to answer
+ROOM, FULL = 0.6, 0.85  # mean queue in bids, in `alpha_tokens`: up to there there is room, and from there on none
+SHIFT = 0.6  # so much of the calls of the part without agents goes to the other one while there is room
+EXTRA = 0.2  # but no more than this times its share, of its calls, is added: a small part is full before its bids say so
+TELLING_BIDS = 64  # nothing is known of its queues before
+SCATTER = 0x9E3779B97F4A7C15  # near on the ring is not near in whose turn it is
 SLACK = 8.0
 """Calls that one part may be ahead of its share: chance needs room, and a prompt that everybody sends must not skew."""
 
@@ -41,6 +47,7 @@ class Strata:
         "_kit",
         "_near",
         "_ring",
+        "_rules",
         "_share",
         "_silence",
         "_turn",
@@ -49,6 +56,7 @@ class Strata:
     def __init__(self, kit: Kit, rules: SecondsRules, ring: Ring | None) -> None:
         self._kit = kit
         self._ring = ring
+        self._rules = rules
         locality = kit.states[0].pool.locality
         near = [state for state in kit.states if locality.place_of(state.endpoint) == locality.place] if locality else []
         near = near or list(kit.states)
@@ -85,16 +93,26 @@ class Strata:
     def _goes_to_covered(self, ask: Ask) -> bool:
         if not ask.looks and next(self._turn) % max(64, 4 * len(self._near)) == 0:
             self._share = share_of([state for state in self._near if state.endpoint.agent], self._near)
-        share, ahead, key = self._share, self._ahead, home_key(ask)
+        own, ahead, key = self._share, self._ahead, home_key(ask)
+        shift = self._shift(own)
+        share = own + shift * (1 - own)
         if ahead > SLACK or ahead < -SLACK:
             covered = ahead < 0
         elif self._ring is not None and key is not None:
-            covered = self._ring.home(key) in self._covered.by_id
+            covered = self._ring.home(key) in self._covered.by_id or (key * SCATTER >> 32 & 1023) < 1024 * shift
         else:
             covered = self._kit.random() < share
         if not ask.looks:
             self._ahead = ahead + (1 - share if covered else -share)
         return covered
+
+    def _shift(self, share: float) -> float:
+        """How much of the other part's calls the covered one takes, whose own share of the capacity is `share`."""
+        speeds = self._kit.states[0].pool.speeds
+        room = (FULL - speeds.backlog / self._rules.alpha_tokens) / (FULL - ROOM)
+        if speeds.bids < TELLING_BIDS or room <= 0 or share >= 1:
+            return 0.0
+        return min(SHIFT * min(1.0, room), EXTRA * share * share / (1 - share))
 
 
 def part(kit: Kit, *, asked: bool) -> Kit:
