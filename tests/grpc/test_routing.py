@@ -166,7 +166,7 @@ def test_requests_that_never_left_go_elsewhere_whole(manner: Manner, two: list[S
 def test_requests_that_left_are_never_replayed(manner: Manner, two: list[Server]) -> None:
     """Case R5: an iterator gives its messages once."""
     for server in two:
-        server.service.fail_next = [CODE.UNAVAILABLE]
+        server.service.fail_next, server.service.reads_first = [CODE.UNAVAILABLE], True
     with pytest.raises(grpc.RpcError) as error:
         manner.call(router_of(*urls(two)), "Collect", iter([b"a", b"b"]), timeout=30)
     assert error.value.code() is CODE.UNAVAILABLE

@@ -44,6 +44,9 @@ class Service:
         self.fail_next: list[grpc.StatusCode] = []
         self.trailing: tuple[tuple[str, Any], ...] = ()
         self.hang = False
+        self.reads_first = (
+            False  # a stream of requests, before it may fail: of a write that is too late grpcio says INTERNAL
+        )
         self.released_code: grpc.StatusCode | None = None
         self.heard: Callable[[], object] = lambda: None
         self.follows = True
@@ -119,8 +122,9 @@ class Service:
         context.set_trailing_metadata((("trailing", "two"),))
 
     def collect(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+        given = list(requests) if self.reads_first else requests
         self._enter(context)
-        return b",".join(requests)
+        return b",".join(given)
 
     def refuse(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         self._enter(context)
