@@ -44,9 +44,7 @@ class Service:
         self.fail_next: list[grpc.StatusCode] = []
         self.trailing: tuple[tuple[str, Any], ...] = ()
         self.hang = False
-        self.reads_first = (
-            False  # a stream of requests, before it may fail: of a write that is too late grpcio says INTERNAL
-        )
+        self.reads_first = False  # what is collected, before it may fail: of a late write grpcio says INTERNAL
         self.released_code: grpc.StatusCode | None = None
         self.heard: Callable[[], object] = lambda: None
         self.follows = True
