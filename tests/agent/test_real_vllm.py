@@ -184,7 +184,7 @@ def test_prefix_hits_are_expected_and_seen(up: Vllm, eventually: Callable[..., N
         eventually(lambda: agent.state() == "ready", "it is ready", 120.0)
         client = Client(up, agent)
         prompt = "first " + SENTENCE * 60
-        assert client.matched(prompt) == 0
+        assert client.matched(prompt) <= 0, "of this prompt nothing is cached, or nothing is known"
         assert client.complete(prompt) < 64
         eventually(lambda: client.matched(prompt) >= 1_024, "the agent expects the prefix to be cached")
         hits = up.figure("prefix_cache_hits_total")
