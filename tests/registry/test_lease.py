@@ -67,7 +67,7 @@ def test_registers_updates_and_leaves(shared_etcd: EtcdCluster, config, writer: 
         with Stopwatch() as watch:
             registration.close()
             registration.close()
-        assert watch.seconds < 15, "it waited for the next look at its lease"
+        assert watch.seconds < 1, "it waited for the next look at its lease"
         watcher.until_ids()  # at once, for it was announced, and not after the grace of 110 s
     assert registration.error is None
     assert [line.split()[0] for line in lines] == ["registered", "removed"]
@@ -299,7 +299,7 @@ def test_etcd_may_be_down_at_the_start_and_at_the_end(tmp_path) -> None:
         eventually(lambda: registration.error is None)
     with Stopwatch() as watch:
         registration.close()
-    assert watch.seconds < 20, "it waited for an answer"
+    assert watch.seconds < 2, "it waited for an answer"
     assert "within 10 s" in lines[-1]
 
 
